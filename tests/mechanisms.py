@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 
-from reactivate._snapshot import rewound
-from reactivate._snapshot.groups import Group
+from reactivate._snapshot import rewound_moment
+from reactivate._snapshot.group_copy import GroupCopy
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.shadows import Shadow
-from reactivate._snapshot.small import Bytes
+from reactivate._snapshot.small_copy import SmallCopy
 from reactivate.errors import ReactivateError
 from reactivate.guards.ambient import Ambient
 from reactivate.guards.rng import RewoundRng
@@ -57,11 +57,11 @@ def _without_objects(self: Any, holders: Any, *others: Any, initialise: Any = Mo
 MECHANISMS: dict[str, list[tuple[Any, str, Any]]] = {
     "objects": [(Moment, "__init__", _without_objects)],
     "parts-of-modules": [(Parts, "put", _nothing)],
-    "small-tensors": [(Bytes, "put", _nothing)],
-    "larger-tensors": [(Group, "put", _nothing), (Shadow, "put", _nothing)],
+    "small-tensors": [(SmallCopy, "put", _nothing)],
+    "larger-tensors": [(GroupCopy, "put", _nothing), (Shadow, "put", _nothing)],
     "streams": [(RewoundRng, "__enter__", _nothing), (RewoundRng, "__exit__", _nothing)],
     "settings": [(Ambient, "recompute", _nothing)],
-    "hooks": [(Moment, "put_hooks", _nothing), (rewound, "_put_hooks_on", _nothing)],
+    "hooks": [(Moment, "put_hooks", _nothing), (rewound_moment, "_put_hooks_on", _nothing)],
     "gradients": [(Moment, "look_at_gradients", _nothing)],
 }
 """What stands in for which function, for each mechanism, so that it does nothing."""

@@ -16,7 +16,7 @@ from reactivate._region.accounts import Ledger
 from reactivate._region.region import Region
 from reactivate._snapshot.call import Call
 from reactivate._snapshot.moment import Moment
-from reactivate._snapshot.rewound import RewoundMoment
+from reactivate._snapshot.rewound_moment import RewoundMoment
 from reactivate._torch.ops import flatten, leaves_with_paths
 from reactivate.errors import UsageError
 from reactivate.guards.rng import all_sources

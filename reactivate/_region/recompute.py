@@ -31,7 +31,7 @@ from reactivate._region.proof import RenormsOnce
 from reactivate._saved_calls.life import RecomputationLog
 from reactivate._snapshot.held import WeakTensor
 from reactivate._snapshot.inputs import Memo, rebuild
-from reactivate._snapshot.rewound import RewoundMoment
+from reactivate._snapshot.rewound_moment import RewoundMoment
 from reactivate._snapshot.state_lock import STATE_LOCK
 from reactivate._storing.requests import idle as idle_storages, refuse_silence
 from reactivate._torch.autograd import (
@@ -48,9 +48,6 @@ from reactivate.errors import ReactivateError
 
 if TYPE_CHECKING:
     from reactivate._region.region import Region
-
-
-# -- the state of the forward -----------------------------------------------------------------------------------------
 
 
 def recompute(region: Region, gradient: Tensor | None = None) -> Tensor | None:
@@ -133,6 +130,9 @@ def _recompute(region: Region, behind: FencedRecomputation | None = None) -> Non
             holder.let_go()
 
 
+# -- the arguments and the state of the forward -----------------------------------------------------------------------
+
+
 def _arguments(region: Region, memo: Memo) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments, and get the closed-over tensors: that may recompute a region around this one.
 
@@ -195,7 +195,7 @@ def _enter(context: Any, entered: list[Any]) -> None:
 
 
 def _stale(region: Region, unrestored: list[Unrestored]) -> list[tuple[Tensor, str]]:
-    """Return what was modified since the forward ended, and what shows by no comparison that it does not matter."""
+    """Return what was modified since the forward, and may not be read: no comparison will show that it does not matter."""
     proof = region.proof
     copied = {id(item.tensor) for item in region.moment.states.written if item.left is not None}
     found = []

@@ -44,7 +44,7 @@ from reactivate._saved_calls.saved_call import SETTLING_CODE, SavedCall, Slot
 from reactivate._snapshot.call import Call
 from reactivate._snapshot.inputs import Input, WrittenInput
 from reactivate._snapshot.moment import Moment
-from reactivate._snapshot.reached import ReachedModules
+from reactivate._snapshot.reached_modules import ReachedModules
 from reactivate._snapshot.region_calls import RegionCall
 from reactivate._storing.inputs import store_for
 from reactivate._torch.autograd import (
@@ -353,7 +353,7 @@ class Region:
             self.forward_log.rerun_all("the region writes to a tensor of which there is no copy", keeps=True)
 
     def fail(self, error: BaseException) -> None:
-        """End a forward that has raised: leave everything as it was (Rule 13)."""
+        """End a forward that has raised: what it has done up to there stays, as without a region."""
         self._close_logs()
         if self.forward_log is not None:
             self.forward_log.give_up()

@@ -26,15 +26,15 @@ from reactivate._passes.current import go_on_at, running_now
 from reactivate._saved_calls.choice import CallDecision
 from reactivate._saved_calls.results import attributes_of, is_plain
 from reactivate._snapshot.facts import facts_of
-from reactivate._snapshot.groups import Group
+from reactivate._snapshot.group_copy import GroupCopy
 from reactivate._snapshot.held import ATOMS, WeakTensor
 from reactivate._snapshot.holders import CellContainerHolder, Contents, Holder
 from reactivate._snapshot.iterators import holds_iterator, is_iterator, position_of
 from reactivate._snapshot.kinds import is_value, package_of
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.parts import Parts
-from reactivate._snapshot.reached import ReachedModules
-from reactivate._snapshot.small import Bytes
+from reactivate._snapshot.reached_modules import ReachedModules
+from reactivate._snapshot.small_copy import SmallCopy
 from reactivate._snapshot.tensor_states import TensorStates, versions_of as versions_of_state
 from reactivate._snapshot.unseen_writes import names_a_way
 from reactivate._torch.modes import FakeTensor, equal_unseen, run_unseen
@@ -206,13 +206,13 @@ def _of_states(states: TensorStates, words: str, is_reached: bool = False) -> Ch
     small, versions = states.small, states.versions
     groups = [group for group in states.groups if _can_be_compared(group.tensors[0])]
     if not is_reached:
-        small, versions = small and Bytes(small.tensors, small.places), versions_of_state(states.tensors)
-        groups = [run_unseen(Group, group.tensors) for group in groups]
+        small, versions = small and SmallCopy(small.tensors, small.places), versions_of_state(states.tensors)
+        groups = [run_unseen(GroupCopy, group.tensors) for group in groups]
 
     def check(late: list[Tensor]) -> str | None:
         if versions_of_state(states.tensors) != versions:
             return words
-        is_same = small is None or Bytes(small.tensors, small.places).are(small)
+        is_same = small is None or SmallCopy(small.tensors, small.places).are(small)
         return _changed_bytes(groups, late) if is_same else words
 
     return check
@@ -221,7 +221,7 @@ def _of_states(states: TensorStates, words: str, is_reached: bool = False) -> Ch
 def _of_bytes(tensors: Iterable[Tensor]) -> Check:
     """Check tensors that may be written to without a new version: through `.data`, NumPy or a kernel."""
     own = {id(tensor): tensor for tensor in tensors if _can_be_compared(tensor)}.values()
-    return functools.partial(_changed_bytes, [run_unseen(Group, [tensor]) for tensor in own])
+    return functools.partial(_changed_bytes, [run_unseen(GroupCopy, [tensor]) for tensor in own])
 
 
 def _can_be_compared(tensor: Tensor) -> bool:
@@ -229,9 +229,9 @@ def _can_be_compared(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and tensor.device.type not in (fences() or ())
 
 
-def _changed_bytes(groups: Sequence[Group], late: list[Tensor]) -> str | None:
+def _changed_bytes(groups: Sequence[GroupCopy], late: list[Tensor]) -> str | None:
     for before in groups:
-        now: Group = run_unseen(Group, before.tensors)
+        now: GroupCopy = run_unseen(GroupCopy, before.tensors)
         if not before.tensors[0].is_cpu:
             late += [run_unseen(_is_written, *pair) for pair in zip(now.contents, before.contents)]
         elif not now.are(before):

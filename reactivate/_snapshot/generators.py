@@ -26,7 +26,7 @@ _WORDS = 624 * 4  # bytes
 _FIRST_WORDS = 16 * 4
 
 
-class Stream(NamedTuple):
+class RandomStream(NamedTuple):
     """A random number generator that all code of the process shares.
 
     Attributes:
@@ -53,17 +53,17 @@ class Stream(NamedTuple):
 # -- torch ------------------------------------------------------------------------------------------------------------
 
 
-def torch_stream() -> Stream:
+def torch_stream() -> RandomStream:
     """Return torch's generator of the CPU."""
     generator: Any = torch.default_generator
     memory = cpu_generator_memory()
     if memory is None:
-        return Stream("torch's CPU generator", generator.get_state, generator.set_state, ask=_torch_state_bytes)
+        return RandomStream("torch's CPU generator", generator.get_state, generator.set_state, ask=_torch_state_bytes)
     start = generator._cdata
     address, size = start + memory.whole[0], memory.whole[1]
     views = [_view(start + place, count) for place, count in (*memory.seen, memory.spare)]
     is_float, is_double, spare = (view.cast("B") for view in views[-3:])
-    return Stream(
+    return RandomStream(
         "torch's CPU generator",
         functools.partial(ctypes.string_at, address, size),
         lambda state: ctypes.memmove(address, state, size),
@@ -83,12 +83,12 @@ def _torch_state_bytes() -> Any:
 # -- Python -----------------------------------------------------------------------------------------------------------
 
 
-def python_stream() -> Stream:
+def python_stream() -> RandomStream:
     """Return the generator behind the functions of `random`."""
     generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
     place = _python_words()
     if place is None:
-        return Stream("Python's random", random.getstate, random.setstate, ask=random.getstate)
+        return RandomStream("Python's random", random.getstate, random.setstate, ask=random.getstate)
     offset, size = place
     address = id(generator) + offset
     ask = functools.partial(getattr, generator, "gauss_next")
@@ -100,7 +100,7 @@ def python_stream() -> Stream:
         ctypes.memmove(address, state[0], size)
         generator.gauss_next = state[1]
 
-    return Stream("Python's random", read, write, memory=[_view(address, _FIRST_WORDS)], ask=ask)
+    return RandomStream("Python's random", read, write, memory=[_view(address, _FIRST_WORDS)], ask=ask)
 
 
 @functools.cache
@@ -128,13 +128,13 @@ def _find_python_words() -> tuple[int, int] | None:
 # -- NumPy ------------------------------------------------------------------------------------------------------------
 
 
-def numpy_stream() -> Stream | None:
+def numpy_stream() -> RandomStream | None:
     """Return NumPy's global generator; None while NumPy is being imported."""
     module: Any = sys.modules["numpy.random"]
     if not hasattr(module, "set_state"):
         return None
     read = functools.partial(module.get_state, legacy=False)
-    public = Stream("NumPy's random", read, module.set_state, ask=lambda: _comparable(read()))
+    public = RandomStream("NumPy's random", read, module.set_state, ask=lambda: _comparable(read()))
     bit_generator: Any = module.get_bit_generator() if hasattr(module, "get_bit_generator") else None
     spare = _numpy_spare()
     if spare is None or type(bit_generator).__name__ != "MT19937":  # `set_bit_generator` may put another one there
@@ -150,7 +150,7 @@ def numpy_stream() -> Stream | None:
         ctypes.memmove(words, state[0], _WORDS + 4)
         ctypes.memmove(place, state[1], 16)
 
-    return Stream("NumPy's random", read_memory, write_memory, memory=memory)
+    return RandomStream("NumPy's random", read_memory, write_memory, memory=memory)
 
 
 def _comparable(state: Any) -> Any:

@@ -286,7 +286,7 @@ class Moment:
         ]
 
     def note_writes(self, tensors: Iterable[tuple[Tensor, int]]) -> None:
-        """Let a recomputation write once more, without a trace, to what the forward wrote to: see `TensorStates`."""
+        """Take down what the forward wrote to without a copy being there: see `TensorStates.note_writes`."""
         if self.states is NO_TENSORS:
             self.states, self._has_state = TensorStates(()), True
         self.states.note_writes(tensors)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from reactivate._snapshot.geometry import elements_of, geometry_of, memory_of
-from reactivate._snapshot.groups import Group, put
+from reactivate._snapshot.group_copy import GroupCopy, put
 from reactivate._snapshot.shadows import Shadow, current_shadows
-from reactivate._snapshot.small import Bytes
+from reactivate._snapshot.small_copy import SmallCopy
 from reactivate._snapshot.tensor_states import TensorStates, versions_of
 from reactivate._torch.autograd import set_versions
 from reactivate._torch.modes import run_unseen
@@ -25,12 +25,12 @@ Never of None, which `memory_of` returns where it cannot be told."""
 class RewoundTensors:
     """Tensors with the bytes and versions that they had when a region began, for as long as the context lasts."""
 
-    _small: Bytes | None = None
+    _small: SmallCopy | None = None
     _is_small_same = True
     _is_rewound = False
     _memory: Sequence[tuple[int | None, int | None]] = ()
     # Of tensors that are not small:
-    _present: Sequence[Group] = ()
+    _present: Sequence[GroupCopy] = ()
     _previous: Sequence[tuple[Tensor, Shadow | None]] = ()
     _writes: Sequence[tuple[Tensor, Tensor, Any, Any]] = ()
 
@@ -41,7 +41,7 @@ class RewoundTensors:
         """Return whether the tensors are not known to hold what they held; what was seen holds if `__enter__` is next."""
         state = self._state
         if state.small is not None:
-            self._small = Bytes(state.small.tensors, state.small.places)
+            self._small = SmallCopy(state.small.tensors, state.small.places)
             self._is_small_same = self._small.are(state.small)
             if not self._is_small_same:
                 return True
@@ -60,7 +60,7 @@ class RewoundTensors:
                 self._rewind_large()
             if self._small is not None and state.small is not None and not self._is_small_same:
                 self._small.keep_memory(state.small)
-                state.small.put(Bytes(state.small.tensors, state.small.places) if self._is_rewound else self._small)
+                state.small.put(SmallCopy(state.small.tensors, state.small.places) if self._is_rewound else self._small)
             versions = state.noted_versions() if state.written else state.versions
             is_small_same = self._small is None or self._is_small_same
             # Otherwise what autograd saves of this memory is what it would save outside.
@@ -74,7 +74,7 @@ class RewoundTensors:
     def _rewind_large(self) -> None:
         """Write to the tensors that are not small, and may hold something else by now."""
         state = self._state
-        self._present = [run_unseen(Group, group.tensors) for group in state.groups]
+        self._present = [run_unseen(GroupCopy, group.tensors) for group in state.groups]
         changed = [
             (tensor, shadow)
             for tensor, shadow, version in zip(state.tensors, state.shadows, self._versions)
@@ -136,7 +136,7 @@ class RewoundTensors:
         if self._is_rewound or (count and versions_of(self._state.tensors[:count]) != self._versions[:count]):
             run_unseen(self._put_back)
         if self._small is not None:
-            self._small.put(Bytes(self._small.tensors, self._small.places))
+            self._small.put(SmallCopy(self._small.tensors, self._small.places))
         self._set_versions(self._versions)
         vars(self).clear()  # a traceback may hold this context
 
@@ -157,7 +157,7 @@ class RewoundTensors:
                 shadow.put(tensor)
         for present in self._present:
             # Memory for reading only is left alone; on an accelerator to ask would be to wait.
-            if not (present.tensors[0].is_cpu and Group(present.tensors).are(present)):
+            if not (present.tensors[0].is_cpu and GroupCopy(present.tensors).are(present)):
                 present.put()
 
 

@@ -1,4 +1,4 @@
-"""Shadows: copies of tensors that are state, from which a recomputation gets their bytes back in the same memory.
+"""Shadows: copies of tensors that are state, which regions share as long as the tensors do not change.
 
 A buffer, a tensor in an attribute: to read it, under any name and through any view, is to read its memory. So
 its old bytes are written back into that memory for a recomputation, and the present bytes afterwards. Nothing is put in
@@ -6,12 +6,11 @@ the place of the tensor, and its version counter is rewound with it.
 
 There is one current shadow of each tensor, with the version at which it was taken. At the start of a region an unchanged
 version costs one integer comparison, and the region refers to the shadow; a changed one costs a copy. The current shadow
-lives as long as the tensor, or until a policy is removed from a model. A region refers to the shadows it started from
-whether it writes or not: between two writers a region may only read.
+lives as long as the tensor, or until a policy is removed from a model. Each region keeps the shadows that were current
+when it began, also a region that does not write: another one may write before its backward.
 
-Some writers move no version: batch norm's kernels write to running statistics, and inference tensors count none. Small
-ones are copied for every region (see `small`), on an accelerator all of them with one op; larger ones are compared with
-their shadow, where that needs no synchronisation.
+Some writes change no version: batch norm's kernels write so to running statistics, and inference tensors count none.
+`TensorStates` says which copies there are of such tensors (`_snapshot/tensor_states.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from reactivate._snapshot.caches import WeakIdentitySet
 from reactivate._snapshot.geometry import elements_of, geometry_of
-from reactivate._snapshot.groups import put
+from reactivate._snapshot.group_copy import put
 from reactivate._snapshot.steps import last_step_of
 
 
@@ -101,6 +100,3 @@ def written_before(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 def note_written(tensor: Tensor) -> None:
     """Keep a copy of `tensor` from the next region on."""
     _written.add(tensor)
-
-
-# -- a recomputation -------------------------------------------------------------------------------------------------

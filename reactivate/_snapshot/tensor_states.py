@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from reactivate._snapshot.groups import Group, bits_of, grouped, is_plain
+from reactivate._snapshot.group_copy import GroupCopy, bits_of, grouped, is_plain
 from reactivate._snapshot.shadows import Shadow, current_shadow, current_shadows, note_written
-from reactivate._snapshot.small import Bytes, Whereabouts, is_small, small_again
+from reactivate._snapshot.small_copy import SmallCopy, Whereabouts, is_small, small_again
 from reactivate._torch.modes import run_unseen
 from reactivate._xla.fence import fences
 
@@ -21,12 +21,8 @@ version_of, _tensors_of = attrgetter("_version"), attrgetter("tensors")
 
 _FEW_BYTES = 64  # up to which a copy costs no more than a look at the version
 
-
 MOST_CHANNELS = 1 << 16
 """The number of elements up to which a vector may be a running statistic, which is written to unseen."""
-
-
-_FEW_CHANNELS = 1 << 12  # up to which a copy is cheaper than a look
 
 
 def _compared_shadow(tensor: Tensor) -> Shadow:
@@ -71,7 +67,7 @@ class SmallLayout(NamedTuple):
     total: int
     places: Whereabouts
 
-    def again(self, tensors: Sequence[Tensor]) -> Bytes | None:
+    def again(self, tensors: Sequence[Tensor]) -> SmallCopy | None:
         """Return a copy of the small ones, None if these are others, or somewhere else by now."""
         if len(tensors) != self.total or fences():
             return None
@@ -104,16 +100,16 @@ class TensorStates:
     ) -> None:
         found = list(tensors)
         self.written: Sequence[Written] = ()
-        self.small: Bytes | None = None if layout is None else layout.again(found)
+        self.small: SmallCopy | None = None if layout is None else layout.again(found)
         if layout is None or self.small is None:
             found = list({id(tensor): tensor for tensor in found}.values())
             numbers = [] if fences() else [number for number, tensor in enumerate(found) if _is_few_bytes(tensor)]
-            self.small = Bytes([found[number] for number in numbers], is_kept=True) if numbers else None
+            self.small = SmallCopy([found[number] for number in numbers], is_kept=True) if numbers else None
             layout = None if self.small is None else SmallLayout(numbers, len(found), self.small.places)
         self.layout = layout if layout is not None and layout.places.is_simple else None
         if layout is not None and len(layout.numbers) == layout.total:
             self.shadows: Sequence[Shadow] = ()
-            self.groups: Sequence[Group] = ()
+            self.groups: Sequence[GroupCopy] = ()
             self.tensors = found
         else:
             known = () if layout is None else set(layout.numbers)
@@ -122,31 +118,31 @@ class TensorStates:
         self.versions = versions_of(self.tensors)
 
     def _sort_out(self, tensors: Sequence[Tensor], may_write_unseen: Callable[[], bool]) -> None:
-        """Find out what tells that a tensor was written to, of those that are not small."""
-        counted: list[Tensor] = []
-        compared: list[Tensor] = []
-        silent: list[Tensor] = []
+        """Choose the kind of copy of each tensor that is not small, by what tells that it was written to."""
+        by_version: list[Tensor] = []
+        by_bytes: list[Tensor] = []
+        by_nothing: list[Tensor] = []
         known, is_unseen = fences(), bool(tensors) and may_write_unseen()
         for tensor in tensors:
             if tensor.is_inference() or (known and tensor.device.type in known):
-                silent.append(tensor)
+                by_nothing.append(tensor)
             elif not (is_unseen or (_is_vector(tensor) and tensor.numel() <= MOST_CHANNELS)):
-                counted.append(tensor)
-            elif (is_unseen or tensor.numel() > _FEW_CHANNELS) and tensor.is_cpu and is_plain(tensor):
-                compared.append(tensor)
+                by_version.append(tensor)
+            elif tensor.is_cpu and is_plain(tensor):
+                by_bytes.append(tensor)
             else:
-                silent.append(tensor)
-        self.shadows = list(map(current_shadow, counted))
-        groups = list(map(Group, grouped(silent))) if silent else []
-        self.groups = groups + [Group([tensor], [_compared_shadow(tensor).content]) for tensor in compared]
+                by_nothing.append(tensor)
+        self.shadows = list(map(current_shadow, by_version))
+        groups = list(map(GroupCopy, grouped(by_nothing))) if by_nothing else []
+        self.groups = groups + [GroupCopy([tensor], [_compared_shadow(tensor).content]) for tensor in by_bytes]
         small = () if self.small is None else self.small.tensors
-        self.tensors = [*counted, *chain.from_iterable(map(_tensors_of, self.groups)), *small]
+        self.tensors = [*by_version, *chain.from_iterable(map(_tensors_of, self.groups)), *small]
 
     def note_writes(self, tensors: Iterable[tuple[Tensor, int]]) -> None:
-        """Let a recomputation write once more, without a trace, to what the forward wrote to.
+        """Take down what the forward wrote to: a recomputation may write to it again, and what it wrote is undone.
 
-        Of a parameter a copy is made now, and at the beginning of every region from the next one on: who moves it once,
-        to normalise it, does so in every forward, perhaps in another one before this backward.
+        Of a parameter a copy is made now, and at the beginning of every region from the next one on: a function that
+        normalises its weights does so in every forward, and the next forward may come before this backward.
 
         Args:
             tensors: each with the version that it had when the region began.

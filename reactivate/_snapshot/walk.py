@@ -1,7 +1,7 @@
 """The one walk over what a function reaches: objects whose contents count, tensors, modules, random number generators.
 
-`_way_of` is the table from the class of an object to what is inside of it. The walk ends at a stated depth and size: a
-trainer and its vocabulary are reachable too, and what lies beyond is used as it is, as without this library.
+`_WAYS`, at the end, is the table from the class of an object to what is inside of it. The walk ends at a stated depth and
+size, since a trainer and its vocabulary are reachable too. Recomputations use what lies beyond as it is then.
 """
 
 from __future__ import annotations
@@ -466,35 +466,34 @@ _Way = Callable[[Walk, Any, Any, str, int], None]
 @cached_by_class
 def _way_of(kind: type) -> _Way:
     """Return the method that looks at objects of a class."""
-    if kind in _PROXIES:
-        return Walk._proxy
-    for kinds, way in _WAYS:
-        if issubclass(kind, kinds):
-            return way
-    if any("__call__" in vars(base) for base in kind.__mro__):
-        return Walk._callable
-    if is_random_source(kind):
-        return Walk._random_source
-    if is_array(kind):
-        return Walk._array
-    if kind in _BUFFERS:
-        return Walk._buffer
-    if is_iterator(kind):
-        return Walk._iterator
-    return next((way for kinds, way in _LATER_WAYS if issubclass(kind, kinds)), Walk._object)
+    return next(way for is_of_this_kind, way in _WAYS if is_of_this_kind(kind))
 
 
-_WAYS: tuple[tuple[Any, _Way], ...] = (
-    (Tensor, Walk._tensor),
-    (Module, Walk._module),
-    (tuple, Walk._tuple),
-    ((list, dict, deque), Walk._container),
-    (set, Walk._set),
-    (FunctionType, Walk._function),
-    (type, Walk._class_or_member),
+def _derived_from(*classes: type) -> Callable[[type], bool]:
+    return lambda kind: issubclass(kind, classes)
+
+
+def _is_callable(kind: type) -> bool:
+    return any("__call__" in vars(base) for base in kind.__mro__)
+
+
+_WAYS: tuple[tuple[Callable[[type], bool], _Way], ...] = (
+    (_PROXIES.__contains__, Walk._proxy),
+    (_derived_from(Tensor), Walk._tensor),
+    (_derived_from(Module), Walk._module),
+    (_derived_from(tuple), Walk._tuple),
+    (_derived_from(list, dict, deque), Walk._container),
+    (_derived_from(set), Walk._set),
+    (_derived_from(FunctionType), Walk._function),
+    (_derived_from(type), Walk._class_or_member),
+    (_is_callable, Walk._callable),
+    (is_random_source, Walk._random_source),
+    (is_array, Walk._array),
+    (_BUFFERS.__contains__, Walk._buffer),
+    (is_iterator, Walk._iterator),
+    (_derived_from(array), Walk._numbers),
+    (_derived_from(Enum), Walk._class_or_member),
+    (_derived_from(ContextVar), Walk._context_variable),
+    (_derived_from(object), Walk._object),
 )
-_LATER_WAYS: tuple[tuple[Any, _Way], ...] = (
-    (array, Walk._numbers),
-    (Enum, Walk._class_or_member),
-    (ContextVar, Walk._context_variable),
-)
+"""What an object's class tells, and the method that looks at the object: the first row that fits counts."""

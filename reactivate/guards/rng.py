@@ -1,6 +1,6 @@
 """Random numbers (Rule 10): a recomputation draws those of its forward, and the streams move on only once.
 
-A region refers to a snapshot of all streams, and whether it drew is never inferred (see `_snapshot/streams.py`).
+A region refers to a snapshot of all streams, and whether it drew is never inferred (see `_snapshot/random_streams.py`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, ClassVar, NamedTuple
 from reactivate._backends import backends
 from reactivate._backends.base import Backend
 from reactivate._snapshot.generators import (
-    Stream,
+    RandomStream,
     numpy_stream,
     python_stream,
     set_state_of_generator,
     state_of_generator,
     torch_stream,
 )
+from reactivate._snapshot.random_streams import STREAMS, RngSnapshot, join
 from reactivate._snapshot.state_lock import STATE_LOCK
-from reactivate._snapshot.streams import STREAMS, RngSnapshot, join
 from reactivate._torch.autograd import current_backward, on_backward_end
 from reactivate._torch.modes import ask
 from reactivate._torch.rng import accelerator_device
@@ -240,7 +240,7 @@ def _rewind(backend: Backend, state: Any) -> None:
 # -- reports ----------------------------------------------------------------------------------------------------------
 
 
-def all_sources(call: Call) -> list[Stream]:
+def all_sources(call: Call) -> list[RandomStream]:
     """Return every generator that a call can draw from."""
     streams = [torch_stream(), python_stream()]
     numpy = numpy_stream() if "numpy.random" in sys.modules else None
@@ -248,8 +248,10 @@ def all_sources(call: Call) -> list[Stream]:
         streams.append(numpy)
     for backend in backends():
         if backend.is_initialized():
-            streams.append(Stream(backend.device_type, functools.partial(_read_whole, backend), backend.write_rng))
-    return streams + [Stream(f"generator {index}", *_ways(item)) for index, item in enumerate(call.generators)]
+            streams.append(
+                RandomStream(backend.device_type, functools.partial(_read_whole, backend), backend.write_rng)
+            )
+    return streams + [RandomStream(f"generator {index}", *_ways(item)) for index, item in enumerate(call.generators)]
 
 
 def _read_whole(backend: Backend) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate._backends.base import Backend
-from reactivate._snapshot.streams import STREAMS
+from reactivate._snapshot.random_streams import STREAMS
 from reactivate.errors import RecomputeMismatchError
 from reactivate.guards import DEFAULT, ContextPair, Rng, RngTracker, TrackerGuard
 

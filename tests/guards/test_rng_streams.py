@@ -24,7 +24,7 @@ from tracker_of_megatron import CpuRngStatesTracker, GraphSafeTracker
 import reactivate
 from reactivate import policies
 from reactivate._snapshot.generators import python_stream, torch_stream
-from reactivate._snapshot.streams import STREAMS
+from reactivate._snapshot.random_streams import STREAMS
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, RngTracker, TrackerGuard, tensor_parallel_seeds
 

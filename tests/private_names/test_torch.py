@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 
 import reactivate
 from reactivate import _torch
-from reactivate._snapshot.streams import STREAMS
+from reactivate._snapshot.random_streams import STREAMS
 from reactivate._torch import private_api
 from reactivate._torch.private_api import find, is_missing, layout, resolve_private, ways
 from reactivate.errors import UnsupportedError

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import reactivate
 from reactivate._passes.observing import observed_by
 from reactivate._region.region import Region
-from reactivate._snapshot.streams import STREAMS
+from reactivate._snapshot.random_streams import STREAMS
 from reactivate.policies import save_ops
 
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate._passes.observing import observed_by, without_regions
-from reactivate._snapshot.generators import Stream, numpy_stream
+from reactivate._snapshot.generators import RandomStream, numpy_stream
+from reactivate._snapshot.random_streams import STREAMS, RandomStreams, RngSnapshot
 from reactivate._snapshot.state_lock import STATE_LOCK, LockEntry
-from reactivate._snapshot.streams import STREAMS, RandomStreams, RngSnapshot
 from reactivate.guards import DEFAULT
 
 PATIENCE_SECONDS = 60.0  # after which a meeting that does not take place is a failure
@@ -661,7 +661,7 @@ def test_two_threads_that_find_numpy_at_once(monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("numpy.random")
     streams = RandomStreams()
 
-    def slowly() -> Stream | None:
+    def slowly() -> RandomStream | None:
         time.sleep(0.05)
         return numpy_stream()
 
@@ -669,7 +669,7 @@ def test_two_threads_that_find_numpy_at_once(monkeypatch: pytest.MonkeyPatch) ->
         meet()
         return streams.now()
 
-    monkeypatch.setattr("reactivate._snapshot.streams.numpy_stream", slowly)
+    monkeypatch.setattr("reactivate._snapshot.random_streams.numpy_stream", slowly)
     one, other = together(look, look)
     assert len(one.moments) == 3 and one is other is streams.now()
 

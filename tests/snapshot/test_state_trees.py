@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate._snapshot import holders, parts, reached
+from reactivate._snapshot import holders, parts, reached_modules
 from reactivate._snapshot.module_walk import ModuleWalk
 from reactivate._snapshot.trees import single_modules, whole_trees
 
@@ -413,7 +413,7 @@ def test_the_modules_of_a_large_tree_are_noted_by_small_trees(monkeypatch: pytes
     """A part that was reached before is not noted again: at that time it held something else."""
     noted: list[int] = []
 
-    class Watched(reached.Moment):
+    class Watched(reached_modules.Moment):
         def __init__(self, holders: Any, tensors: Any, arguments: Any, tree: Any, *more: Any) -> None:
             noted.append(len(tree.modules))
             super().__init__(holders, tensors, arguments, tree, *more)
@@ -432,7 +432,7 @@ def test_the_modules_of_a_large_tree_are_noted_by_small_trees(monkeypatch: pytes
         return [*found, *model.buffers()]
 
     expected = trained(lambda fn: fn)
-    monkeypatch.setattr(reached, "Moment", Watched)
+    monkeypatch.setattr(reached_modules, "Moment", Watched)
     for one, other in zip(expected, trained(reactivate.checkpoint), strict=True):
         assert_bitwise(one, other, "a tensor")
     # The model; its first part, whole; of the second what was not reached; the list and a part of it; three blocks, whole.

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from reactivate._snapshot import geometry
 from reactivate._snapshot.geometry import Geometry, elements_of, geometry_of, has_memory
-from reactivate._snapshot.small import has_bits
+from reactivate._snapshot.small_copy import has_bits
 from reactivate._torch.modes import copy_all, equal_unseen, is_dispatch_mode_active, is_function_mode_active
 
 _ndim_of, _shape_of, _dtype_of = map(attrgetter, ("ndim", "shape", "dtype"))
 
 
-class Group:
+class GroupCopy:
     """The contents of some tensors.
 
     Args:
@@ -38,7 +38,7 @@ class Group:
         self.geometries: Sequence[Any] = _geometries_of(tensors)
         self.memory: dict[int, Tensor] = {}
 
-    def are(self, other: Group) -> bool:
+    def are(self, other: GroupCopy) -> bool:
         """Return whether `other` is known to hold the same; on an accelerator to ask would be to wait."""
         return (
             self.geometries == other.geometries
@@ -46,7 +46,7 @@ class Group:
             and all(map(_is_equal, self.contents, other.contents))
         )
 
-    def keep_memory(self, other: Group) -> None:
+    def keep_memory(self, other: GroupCopy) -> None:
         """Keep the memory of tensors that have another geometry in `other`, which is put next."""
         for index, tensor in enumerate(self.tensors):
             if self.geometries[index] != other.geometries[index]:

@@ -12,7 +12,7 @@ from _thread import RLock
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from reactivate._snapshot.generators import Stream, numpy_stream, python_stream, torch_stream
+from reactivate._snapshot.generators import RandomStream, numpy_stream, python_stream, torch_stream
 from reactivate._torch.modes import ask
 
 join = b"".join
@@ -65,7 +65,7 @@ class RandomStreams:
         self._use([torch_stream(), python_stream()])
         self.lacks_numpy = True
 
-    def _use(self, streams: list[Stream]) -> None:
+    def _use(self, streams: list[RandomStream]) -> None:
         self._streams = streams
         self.memory = [stream.memory for stream in streams]
         self.asks = [stream.ask or _nothing_else for stream in streams]

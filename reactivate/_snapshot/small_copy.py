@@ -112,7 +112,7 @@ def _pieces_of(addresses: Sequence[int], sizes: Sequence[int]) -> list[Any]:
     return [(c_char * size).from_address(address) for address, size in zip(addresses, sizes)]
 
 
-class Bytes:
+class SmallCopy:
     """The contents of small tensors.
 
     Args:
@@ -146,18 +146,18 @@ class Bytes:
         """Return the elements of the tensors, behind each other."""
         return self._content if self.kept is None else string_at(self.kept.data_ptr(), self.kept.nbytes())
 
-    def are(self, others: Bytes) -> bool:
+    def are(self, others: SmallCopy) -> bool:
         """Return whether this is what the same tensors hold in `others`, in the same places."""
         return self.content() == others.content() and self.places.are(others.places)
 
-    def keep_memory(self, others: Bytes) -> None:
+    def keep_memory(self, others: SmallCopy) -> None:
         """Keep the memory of tensors that are in other places in `others`, which are put next."""
         for index in self._moved(others):
             tensor = self.tensors[index]
             if has_geometry(tensor):
                 self.memory[index] = run_unseen(Tensor.detach, tensor)
 
-    def _moved(self, others: Bytes) -> Sequence[int]:
+    def _moved(self, others: SmallCopy) -> Sequence[int]:
         """Return which tensors are in other places in `others`, or have elements that are not behind each other."""
         if self.places is others.places and self.places.layouts is None:
             return ()
@@ -165,7 +165,7 @@ class Bytes:
         one, other = (list(zip(item.places.addresses, item.places.forms)) for item in (self, others))
         return [index for index, where in enumerate(one) if are_odd or where != other[index]]
 
-    def put(self, now: Bytes) -> None:
+    def put(self, now: SmallCopy) -> None:
         """Write to the tensors that hold something else by now, and to no other: it may be in memory for reading only.
 
         Args:
@@ -206,14 +206,14 @@ class Bytes:
             (tensor if tensor.shape == shape else tensor.resize_(shape)).copy_(content.view(shape))
 
 
-def small_again(tensors: Sequence[Tensor], last: Whereabouts) -> Bytes | None:
+def small_again(tensors: Sequence[Tensor], last: Whereabouts) -> SmallCopy | None:
     """Return a copy of tensors that were small in these places, which are simple; None if they are not there any more.
 
     What has an address in the memory of the CPU is still there, and of the same form it is as large.
     """
     if not _KINDS.issuperset(map(type, tensors)):
         return None
-    found = Bytes(tensors, last, is_kept=True)
+    found = SmallCopy(tensors, last, is_kept=True)
     return found if found.places is last else None
 
 

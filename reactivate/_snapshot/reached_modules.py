@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._snapshot.generators import rewound_generator, state_of_generator
+from reactivate._snapshot.module_access import close_reaching, open_reaching, tree_of
 from reactivate._snapshot.moment import Moment
-from reactivate._snapshot.reaching import close_reaching, open_reaching, tree_of
-from reactivate._snapshot.rewound import RewoundMoment
+from reactivate._snapshot.rewound_moment import RewoundMoment
 from reactivate._snapshot.trees import LARGE_TREE, Tree, is_large, tree_at, tree_under
 from reactivate._torch.dynamo import compiled_call_of, is_wrapped_by_compiler
 from reactivate._types import Unrestored
