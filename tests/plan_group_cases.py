@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -176,7 +178,6 @@ def what_goes_only_alone_is_refused() -> None:
     tries: list[tuple[type[Exception], Callable[[], Any], str]] = [
         (UnsupportedError, lambda: planned(model_of(), 2**20, maximize="batch"), "maximize="),
         (UnsupportedError, lambda: planned(model_of(), storage=reactivate.storage.Disk("/nowhere")), "storage="),
-        (UsageError, lambda: planned(model_of(), shapes="adaptive"), "group="),
         (
             UsageError,
             lambda: reactivate.plan(model_of(), batch(), budget="50%", group="world"),
@@ -186,3 +187,101 @@ def what_goes_only_alone_is_refused() -> None:
     for kind, attempt, word in tries:
         with refused(kind, word):
             attempt()
+
+
+# -- batches of varying shapes ----------------------------------------------------------------------------------------
+
+
+def tokens_of(length: int, seed: int) -> torch.Tensor:
+    return torch.randint(64, (4, length), generator=torch.Generator().manual_seed(seed))
+
+
+LENGTHS = [(64, 64), (16, 16), (16, 64), (40, 24), (24, 40), (61, 12), (64, 64)]
+"""Of the batches of two ranks, step by step."""
+
+
+def trained(model: nn.Module, plan: Any = None) -> list[list[torch.Tensor]]:
+    """Return the gradients of a few steps, in each of which all ranks have recomputed the same blocks."""
+    found = []
+    handle = None if plan is None else reactivate.apply(model, plan)
+    for number, lengths in enumerate(LENGTHS):
+        counted = Counted()
+        torch.manual_seed(number)
+        with observed_by(counted):
+            loss_of(model(tokens_of(lengths[dist.get_rank()], number))).backward()
+        recomputed = of_all_ranks(counted.recomputations)
+        assert len(set(recomputed)) == 1 and (recomputed[0] > 0) == (plan is not None and max(lengths) > 16)
+        found.append([whole(parameter.grad).clone() for parameter in model.parameters()])
+        model.zero_grad()
+    if handle is not None:
+        handle.remove()
+    return found
+
+
+def assert_trains_as_plain(wrap: Callable[[nn.Module], nn.Module], budget: str = "40%") -> Any:
+    model = wrap(model_of())
+    lengths = LENGTHS[0]
+    plan = planned(model, budget, tokens_of(lengths[dist.get_rank()], 0), shapes="adaptive")
+    ours, theirs = trained(model, plan), trained(wrap(model_of()))
+    assert all(torch.equal(one, other) for mine, its in zip(ours, theirs) for one, other in zip(mine, its))
+    known = [(str(each.shapes), [(path, item.name) for path, item in each.candidates.items()]) for each in plan.classes]
+    assert of_all_ranks(known) == [known] * 2
+    return plan
+
+
+@case(CASES, 2)
+def sharded_ranks_have_one_plan_for_each_class_of_shapes() -> None:
+    """A recomputation may gather parameters, so that all ranks have to recompute the same blocks, whatever their batches."""
+
+    plan = assert_trains_as_plain(sharded)
+    long, short, middle, *_ = plan.classes
+    assert long.recomputed > middle.recomputed > short.recomputed == 0 and len(plan.classes) == 3
+    # Made in the midst of a forward, it is what it would be between two steps.
+    alone = plan.of_batch(sharded(model_of()), tokens_of(40, 0))
+    assert middle.peak_bytes == alone.predicted.peak_bytes and middle.plain_bytes == alone.plain.peak_bytes
+
+
+@case(CASES, 2)
+def ranks_that_call_a_planned_model_in_unlike_ways_are_told() -> None:
+    model = model_of()
+    plan = planned(model, "40%", tokens_of(64, 0), shapes="adaptive")
+    reactivate.apply(model, plan)
+    with refused(UsageError, "rank 1 calls the model with", "at the same time"):
+        model(tokens_of(64, 0).to(torch.int32 if dist.get_rank() else torch.int64))
+
+
+@case(CASES, 2)
+def an_adaptive_plan_is_tightened_for_all_ranks() -> None:
+    """One runs out of memory: both go on with plans that they make anew, and the gradients are those of the plain step."""
+    model, plain = sharded(model_of()), sharded(model_of())
+    reactivate.apply(model, planned(model, "60%", tokens_of(64, 0), shapes="adaptive"))
+    os.environ["SHORT"] = "once"  # which nothing puts back
+
+    @reactivate.retry_on_oom
+    def step(subject: nn.Module) -> None:
+        torch.manual_seed(0)
+        loss = loss_of(subject(tokens_of(64, dist.get_rank())))
+        if dist.get_rank() and os.environ.pop("SHORT", None):
+            raise torch.OutOfMemoryError("tried to allocate 300 KiB")
+        loss.backward()
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step(model)
+    assert any("ran out of memory" in str(item.message) for item in said)
+    torch.manual_seed(0)
+    loss_of(plain(tokens_of(64, dist.get_rank()))).backward()
+    for one, other in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(whole(one.grad), whole(other.grad))
+    handle = reactivate.Handle.of(model)
+    assert handle is not None
+    found: Any = handle.policy
+    chosen = [[(path, item.name) for path, item in each.candidates.items()] for each in found.classes]
+    assert of_all_ranks(chosen) == [chosen] * 2 and chosen
+    budgets = of_all_ranks(found.budget_bytes)
+    assert budgets[1] < budgets[0]
+
+
+@case(CASES, 2)
+def wrapped_ranks_have_one_plan_for_each_class_of_shapes() -> None:
+    assert_trains_as_plain(DistributedDataParallel)

@@ -13,7 +13,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._torch.modules import drop_unreduced_gradients, is_root, sharded_in, sharding_state
+from reactivate._torch.modules import (
+    drop_unreduced_gradients,
+    is_gathered,
+    is_root,
+    rest,
+    sharded_in,
+    sharding_state,
+)
 
 _LIBRARY = "torch.distributed.fsdp"
 _CONTAINERS = (list, dict, set)
@@ -68,6 +75,29 @@ def resetting_sharding(modules: Iterable[Module]) -> Callable[[], None]:
         drop_unreduced_gradients(sharded)
 
     return put_back
+
+
+@contextmanager
+def between_steps(model: Module) -> Iterator[None]:
+    """Inside, a sharded model is as it is between two steps, also in the midst of its forward. All ranks come here together.
+
+    What has been gathered for the forward is gathered again afterwards.
+    """
+    sharded = sharded_in(model.modules())
+    gathered = [module for module in sharded if is_gathered(module)]
+    objects = _objects_of([sharding_state(module) for module in sharded])
+    restore = [_restoring(vars(item)) for item in objects]
+    for item in objects:
+        rest(item)
+    for module in sharded:
+        module.reshard()  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        for module in gathered:
+            module.unshard()  # type: ignore[operator]
+        for put_back in reversed(restore):
+            put_back()
 
 
 def _objects_of(states: Iterable[Any]) -> list[Any]:

@@ -225,6 +225,19 @@ def sharding_state(module: Module) -> Any:
     return getattr(module, "_get_fsdp_state", lambda: None)()
 
 
+def is_gathered(module: Module) -> bool:
+    """Return whether a sharded module has its parameters as a whole now, as in its forward."""
+    return any(getattr(group, "is_unsharded", False) for group in _groups_of(sharding_state(module)))
+
+
+def rest(state: Any) -> None:
+    """Let an object of those in which `fully_shard` keeps what it knows be as it is while no step runs."""
+    if hasattr(state, "_training_state"):
+        state._training_state = type(state._training_state).IDLE
+    if hasattr(state, "iter_forward_root"):
+        state.iter_forward_root = None
+
+
 def is_root(module: Module) -> bool:
     """Return whether a sharded module has run its forward as the outermost one, so that it answers for those in it."""
     return bool(getattr(sharding_state(module), "_is_root", False))
@@ -250,9 +263,14 @@ def drop_unreduced_gradients(modules: Iterable[Module]) -> None:
 def _parameters_in(modules: Iterable[Module]) -> Iterator[tuple[Any, Any]]:
     """Yield what is known of each sharded parameter, and the whole of it; None if it was never gathered."""
     for state in map(sharding_state, sharded_in(modules)):
-        for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
+        for group in _groups_of(state):
             for parameter in getattr(group, "fsdp_params", ()):
                 yield parameter, getattr(parameter, "_unsharded_param", None)
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return what is known of the parameters that are gathered together: one object for each group of them."""
+    return getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
 
 
 def padded_sizes(modules: Iterable[Module]) -> dict[int, int]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch.nn import Module
 
 from reactivate._inspect.arguments import example_of
+from reactivate._inspect.sharded import between_steps
 from reactivate._model.apply import paused
 from reactivate._region.accounts import in_words, is_shortage
 from reactivate._region.due import uncounted
@@ -21,10 +22,13 @@ from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.planner.budget import parse
 from reactivate.planner.candidates import KEEP, Assignment, Candidate
+from reactivate.planner.distributed import Ranks
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
 from reactivate.planner.progress import older_objects_left_out
+from reactivate.planner.search import SharedSearch
 from reactivate.planner.shapes import CallShapes
+from reactivate.planner.shared_calls import SharedCalls
 from reactivate.planner.step import TrainingStep
 from reactivate.planner.text import seconds_in_words
 from reactivate.policies._base import PerCall
@@ -32,15 +36,18 @@ from reactivate.policies._base import PerCall
 MOST_SHAPES = 4096
 """The number of shapes up to which a plan remembers which of its plans serves them; beyond, it looks each time."""
 
+_ALONE = Ranks()
+
 PlannerOf = Callable[[Module, tuple[Any, ...], dict[str, Any]], Planner]
 
 
-def adaptive_plan(planner: Planner, plan: Plan) -> AdaptivePlan:
+def adaptive_plan(planner: Planner, plan: Plan, ranks: Ranks) -> AdaptivePlan:
     """Return the plan for all shapes.
 
     Args:
         planner: what has planned one batch. Its arguments are not kept: they would be in memory for good.
         plan: that plan.
+        ranks: those that have made it, and train, together.
     """
     if plan.proof.method == "real":
         raise UsageError(
@@ -48,15 +55,17 @@ def adaptive_plan(planner: Planner, plan: Plan) -> AdaptivePlan:
             "plans for other shapes are made by simulation. Plan the longest batch."
         )
     step, target, optimizer, profiled = planner.step, planner.target, planner.optimizer, planner.profile
-    loss, caller = step.loss, step.caller
+    loss, caller, ranks = step.loss, step.caller, ranks.apart()
 
     def planner_of(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planner:
         own = TrainingStep(model, args, kwargs, loss, caller=caller)
-        return Planner(own, target, optimizer, lambda text: None, known=profiled)
+        return Planner(own, target, optimizer, lambda text: None, known=profiled, ranks=ranks)
 
-    shapes = CallShapes.of(step.model, step.args, step.kwargs or {})
-    found = AdaptivePlan(replace(plan, runner=None), shapes, planner_of)
-    found.enter(shapes, plan)
+    call, calls = (step.model, step.args, dict(step.kwargs or {})), SharedCalls(ranks)
+    shapes = calls.shapes_of(*call)
+    found = AdaptivePlan(replace(plan, runner=None), shapes, planner_of, ranks, calls)
+    if all(ranks.gather(shapes == CallShapes.of(*call))):  # otherwise this plan was proved for less on one of them
+        found.enter(shapes, plan)
     return found
 
 
@@ -69,15 +78,20 @@ class AdaptivePlan(PerCall):
     dimension of the profiled batch, rounded up. A plan that was proved for shapes serves smaller ones of its class; one that
     recomputes nothing, smaller ones of any class.
 
+    Ranks that have planned together have one plan for a call: that of the largest shapes that one of them has.
+
     Printed, it is a table of the classes so far.
 
     Attributes:
         profiled: the plan for the batch that was profiled.
+        calls: of the ranks that have this plan.
     """
 
     profiled: Plan
     _shapes: CallShapes
     _planner: PlannerOf | None
+    _ranks: Ranks = _ALONE
+    calls: SharedCalls = SharedCalls(_ALONE)  # noqa: RUF009
     _known: dict[CallShapes, ShapePlan] = field(default_factory=dict)
     _recent: list[ShapePlan] = field(default_factory=list)  # one, once the model was called
 
@@ -91,11 +105,22 @@ class AdaptivePlan(PerCall):
         """The peak of the plan for the last call, all included."""
         return self._recent[0].peak_bytes if self._recent else self.profiled.predicted.peak_bytes
 
-    def within(self, budget_bytes: int) -> AdaptivePlan:
-        """Return this with another budget, and of the plans so far those that hold it."""
+    @property
+    def is_shared(self) -> bool:
+        """Return whether other ranks have the same plans, and make them together with this one."""
+        return not self._ranks.is_alone
+
+    def within(self, budget_bytes: int, *, is_tighter: bool = True) -> AdaptivePlan:
+        """Return this with another budget, and of the plans so far those that hold it.
+
+        Args:
+            is_tighter: whether one of the ranks has less than before: then they plan anew.
+        """
         profiled = replace(self.profiled, budget=f"{budget_bytes}B", budget_bytes=budget_bytes)
         known = {shapes: found for shapes, found in self._known.items() if found.peak_bytes <= budget_bytes}
-        return AdaptivePlan(profiled, self._shapes, self._planner, known)
+        if self.is_shared:
+            known = {} if is_tighter else dict(self._known)
+        return replace(self, profiled=profiled, _known=known, _recent=[])
 
     @property
     def budget_bytes(self) -> int:
@@ -126,7 +151,7 @@ class AdaptivePlan(PerCall):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return AdaptivePlan, (self.profiled, self._shapes, None, self._known)  # without the step, as a plan
+        return _unpickled, (self.profiled, self._shapes, self._known)  # without the step, as a plan
 
     def _applied_to(self, model: Module) -> Callable[[], None]:
         return self.profiled._applied_to(model)
@@ -158,14 +183,13 @@ class AdaptivePlan(PerCall):
         """Take in the plan for a batch."""
         candidates = {decision.path: decision.candidate for decision in plan.decisions}
         seconds = plan.predicted.seconds - plan.plain.seconds
-        self._known[shapes] = ShapePlan(
-            shapes, candidates, plan.plain.peak_bytes, plan.predicted.peak_bytes, seconds, plan.planning_seconds
-        )
+        peaks = plan.plain.peak_bytes, plan.predicted.peak_bytes
+        self._known[shapes] = ShapePlan(shapes, candidates, *peaks, True, seconds, plan.planning_seconds)
 
     # -- the plans of classes -----------------------------------------------------------------------------------------
 
     def _found(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
-        shapes = CallShapes.of(model, args, kwargs)
+        shapes = self.calls.shapes_of(model, args, kwargs)
         found = self._known.get(shapes)
         if found is None:
             found = next((one for one in self.classes if self._serves(one, shapes)), None)
@@ -178,8 +202,9 @@ class AdaptivePlan(PerCall):
     def _serves(self, plan: ShapePlan, shapes: CallShapes) -> bool:
         if not plan.shapes.holds(shapes):
             return False
-        is_kept = plan.recomputed == 0 and plan.peak_bytes <= self.budget_bytes
-        return is_kept or plan.shapes.class_in(self._shapes) == shapes.class_in(self._shapes)
+        return (plan.recomputed == 0 and plan.holds) or plan.shapes.class_in(self._shapes) == shapes.class_in(
+            self._shapes
+        )
 
     def _planner_of(self, model: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Planner:
         if self._planner is None:
@@ -192,17 +217,34 @@ class AdaptivePlan(PerCall):
     @uncounted()
     def _planned(self, shapes: CallShapes, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShapePlan:
         began = perf_counter()
-        with paused(model), older_objects_left_out():
-            planner = self._planner_of(model, args, kwargs)
+        with paused(model), older_objects_left_out(), between_steps(model), self._ranks.together():
+            planner = self._planner_of(model, *shapes.padded(args, kwargs))
             self._trace_plain(planner, shapes)
-            candidates, peak_bytes, seconds = _choose(planner, self.budget_bytes)
+            candidates, peak_bytes, seconds = self._chosen(planner)
+            holds = all(self._ranks.gather(peak_bytes <= self.budget_bytes))
         plain_bytes = planner.fixed.total + planner.plain.peak_bytes
         if peak_bytes > self.budget_bytes:
             warn(
                 f"No plan keeps a step with inputs of shape {shapes} within the budget of {in_words(self.budget_bytes)}: the "
                 f"least takes {in_words(peak_bytes)}, and is taken."
             )
-        return ShapePlan(shapes, candidates, plain_bytes, peak_bytes, seconds, perf_counter() - began)
+        return ShapePlan(shapes, candidates, plain_bytes, peak_bytes, holds, seconds, perf_counter() - began)
+
+    def _chosen(self, planner: Planner) -> tuple[dict[str, Candidate], int, float]:
+        """Return the fastest candidates with which a step holds the budget, its peak, and the time that they take.
+
+        If none holds it, those with the least peak. With other ranks: of all that hold the budgets of all.
+
+        Args:
+            planner: has looked at the plain step.
+        """
+        total, own_bytes = planner.fixed.total, planner.own_bytes(self.budget_bytes)
+        plain_bytes = planner.plain.needed_bytes
+        if all(self._ranks.gather(plain_bytes <= own_bytes)):
+            return dict.fromkeys(planner.units, KEEP), total + plain_bytes, 0.0
+        search = SharedSearch(self._ranks, planner.tabulate().search, own_bytes, plain_bytes)
+        found = search.fit() or search.smallest()
+        return found.candidates, total + found.trace.needed_bytes, found.solution.seconds
 
     @staticmethod
     def _trace_plain(planner: Planner, shapes: CallShapes) -> None:
@@ -219,6 +261,10 @@ class AdaptivePlan(PerCall):
             ) from error
 
 
+def _unpickled(profiled: Plan, shapes: CallShapes, known: dict[CallShapes, ShapePlan]) -> AdaptivePlan:
+    return AdaptivePlan(profiled, shapes, None, _known=known)
+
+
 @dataclass(frozen=True)
 class ShapePlan:
     """The plan for the batches of one class of shapes.
@@ -228,6 +274,7 @@ class ShapePlan:
         candidates: by the paths of units.
         plain_bytes: the peak of the plain step with them, all included.
         peak_bytes: the peak with this plan, all included.
+        holds: whether that is within the budget, on all ranks.
         seconds: the time that the step takes longer than the plain one.
         planning_seconds: the time that it took to find out.
     """
@@ -236,6 +283,7 @@ class ShapePlan:
     candidates: Mapping[str, Candidate]
     plain_bytes: int
     peak_bytes: int
+    holds: bool
     seconds: float
     planning_seconds: float
 
@@ -248,23 +296,6 @@ class ShapePlan:
     def recomputed(self) -> int:
         """Return the number of units that are not kept as they are."""
         return sum(candidate != KEEP for candidate in self.candidates.values())
-
-
-def _choose(planner: Planner, budget_bytes: int) -> tuple[dict[str, Candidate], int, float]:
-    """Return the fastest candidates with which a step holds a budget, its peak, and the time that they take.
-
-    If none holds it, those with the least peak.
-
-    Args:
-        planner: has looked at the plain step.
-        budget_bytes: all included.
-    """
-    total, own_bytes = planner.fixed.total, planner.own_bytes(budget_bytes)
-    if planner.plain.needed_bytes <= own_bytes:
-        return dict.fromkeys(planner.units, KEEP), total + planner.plain.needed_bytes, 0.0
-    planner.tabulate()
-    found = planner.search.fit(own_bytes) or planner.search.smallest()
-    return found.candidates, total + found.trace.needed_bytes, found.solution.seconds
 
 
 _COLUMNS = (

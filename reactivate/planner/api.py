@@ -170,7 +170,7 @@ def plan(
         raise UsageError(f'plan: head= takes "rows" or "keep"; got {described(head)}.')
     asked = None if budget is None else parse(budget)
     offered = storages_in(storage)
-    _check_shapes(shapes, step=step, maximize=maximize, storage=storage, group=group, compiled=compiled or None)
+    _check_shapes(shapes, step=step, maximize=maximize, storage=storage, compiled=compiled or None)
     check_group(model, group, maximize=maximize, storage=storage, compiled=compiled or None)
     check_compiled("plan", compiled, step=step, maximize=maximize, storage=storage)
     if step is not None:
@@ -197,7 +197,7 @@ def plan(
             found = holding_compiled(found, compiled, planner.plan)
     found = replace(found, planning_seconds=perf_counter() - began)
     _warn_of_mistakes(found, model, device, compiled)
-    return found if shapes is None else adaptive_plan(planner, found)
+    return found if shapes is None else adaptive_plan(planner, found, ranks)
 
 
 def _warn_of_mistakes(found: Plan, model: Module, device: Any, compiled: bool | str) -> None:
@@ -243,7 +243,6 @@ def _check_shapes(shapes: Any, **others: Any) -> None:
 _WHY_NOT = {
     "step": "whose arguments are unknown: pass the arguments of one call, and loss=",
     "maximize": "which looks for one shape: maximize first, then plan with a batch of that size",
-    "group": "whose ranks have batches of other shapes at other times: plan the longest batch",
     "compiled": "whose graphs are made for one shape: compile the model with `adaptive.of_batch(...)` of the longest batch",
     "storage": "of which a plan has to know how long one batch leaves its tensors there: plan the longest batch",
 }

@@ -16,10 +16,27 @@ from torch.nn import Module
 
 from reactivate._text.words import described
 from reactivate._torch.modules import are_on_host, is_sharded, prepare_sharding, sharded_class, sharding_state
+from reactivate._torch.ops import issued
 from reactivate.errors import UnsupportedError, UsageError
 from reactivate.planner.target import is_alone
 
 Value = TypeVar("Value")
+
+
+def on_host(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks that works on the host: an accelerator would have to finish its work first.
+
+    Every rank must come to this call.
+    """
+    if dist.get_backend(group) == "gloo":
+        return group
+    return _on_host(group)
+
+
+def _on_host(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(group)
+    found: dist.ProcessGroup = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return found
 
 
 class Ranks:
@@ -37,6 +54,17 @@ class Ranks:
     def is_alone(self) -> bool:
         """Return whether there are no other ranks."""
         return self._group is None
+
+    def apart(self) -> Ranks:
+        """Return the same ranks in a group of their own, on the host. Every rank must come to this call.
+
+        Its collectives wait for no accelerator, and are not among those of a step.
+        """
+        return self if self._group is None else Ranks(_on_host(self._group))
+
+    def issued(self) -> int:
+        """Return how many collectives there were in the group."""
+        return 0 if self._group is None else issued()[self._group.group_name]
 
     @property
     def number(self) -> int:

@@ -32,10 +32,10 @@ from reactivate._torch.modules import (
     without_rebuilding,
 )
 from reactivate._torch.ops import group_name_of, issued
+from reactivate._types import Policy
 from reactivate.errors import UsageError
-from reactivate.planner.candidates import FULL, Assignment
+from reactivate.planner.distributed import on_host
 from reactivate.planner.target import is_alone
-from reactivate.planner.units import find_units
 
 Value = TypeVar("Value")
 
@@ -88,13 +88,9 @@ class GuardedRanks:
         return found
 
     def _agreeing(self) -> dist.ProcessGroup:
-        """Return a group of the same ranks that works on the host: an accelerator would have to finish its work first."""
         group: Any = dist.group.WORLD if self._group is None else self._group
-        if dist.get_backend(group) == "gloo":
-            return group  # type: ignore[no-any-return]
         if self._on_host is None or self._on_host[0] is not group:
-            ranks = dist.get_process_group_ranks(group)
-            self._on_host = group, dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._on_host = group, on_host(group)
         return self._on_host[1]
 
 
@@ -144,11 +140,12 @@ class RankStep:
         """Say what cannot be put back; empty if all can."""
         return "fully_shard has gradients of earlier steps that it has not reduced" if self._has_unreduced else ""
 
-    def catch_up(self, run: Callable[[], object], model: Module) -> None:
+    def catch_up(self, run: Callable[[], object], model: Module, policy: Policy) -> None:
         """Take part in the collectives that the other ranks wait for, and tell them that this one was short.
 
         Args:
             model: its model, which has a plan.
+            policy: for the model meanwhile.
 
         Raises:
             CannotCatchUp: that cannot be.
@@ -161,7 +158,7 @@ class RankStep:
         self._catching_up = _CatchUpMode({name: number - self._before.get(name, 0) for name, number in now.items()})
         with ExitStack() as stack:
             stack.enter_context(paused(model))
-            stack.enter_context(apply(model, Assignment(dict.fromkeys(find_units(model), FULL))))
+            stack.enter_context(apply(model, policy))
             for wrapper in self._wrappers:
                 stack.enter_context(without_rebuilding(wrapper))
             stack.enter_context(self._catching_up)

@@ -15,11 +15,15 @@ from reactivate._region.accounts import add_note, in_words, is_shortage
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.warnings import warn
 from reactivate._text.words import described
+from reactivate._types import Policy
 from reactivate.errors import ReactivateError, UsageError
 from reactivate.planner.adaptive import AdaptivePlan
+from reactivate.planner.candidates import FULL, Assignment
 from reactivate.planner.guarded_ranks import CannotCatchUp, GuardedRanks, RankStep, RankWasShort
 from reactivate.planner.plan import Plan
+from reactivate.planner.shared_calls import CatchingUp
 from reactivate.planner.tighter import Ladder, NoTighterPlan, asked_bytes, let_go, replace_plan, root_of
+from reactivate.planner.units import find_units
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -120,10 +124,12 @@ class _Run:
         self._ranks = ranks
         self._step = functools.partial(step, *args, **kwargs)
         self._before = Rollback(step, args, kwargs, copies_optimizer=undo_optimizer)
+        self.applied = _applied_in(self._before.modules)
         self._on_ranks = RankStep(ranks, self._before.modules)
+        plan = self.applied.policy
+        self._calls = plan.calls.count if isinstance(plan, AdaptivePlan) else 0
         self._agrees_at_end = undo_optimizer
         self._cannot = ""  # run again, and why
-        self.applied = _applied_in(self._before.modules)
 
     def __call__(self) -> Any:
         """Run it.
@@ -165,10 +171,17 @@ class _Run:
         try:
             if self._cannot:
                 raise CannotCatchUp(self._cannot)
-            self._on_ranks.catch_up(self, root_of(self.applied))
+            self._on_ranks.catch_up(self, root_of(self.applied), self._least())
         except Exception as error:  # whatever it is, the ranks cannot meet any more: the shortage is raised
             let_go(error)
             raise _noted(shortage, f"{_in_short(error)}. The other ranks wait for this one") from None
+
+    def _least(self) -> Policy:
+        """Return the policy with which this rank catches up: everything is recomputed."""
+        plan, everything = self.applied.policy, Assignment(dict.fromkeys(find_units(root_of(self.applied)), FULL))
+        if not isinstance(plan, AdaptivePlan) or not plan.is_shared:
+            return everything
+        return CatchingUp(plan, everything, plan.calls.count - self._calls)
 
     def tighten(self, ladder: Ladder, shortage: Exception | None) -> None:
         """Apply a tighter plan where memory was short.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
 from reactivate._inspect.step import leaves_of
-from reactivate._torch.ops import flatten
+from reactivate._torch.ops import flatten, unflatten
 
 STEPS = 16  # classes along a dimension, from nothing to the size that was profiled
 
@@ -48,11 +48,12 @@ class CallShapes:
 
     def holds(self, other: CallShapes) -> bool:
         """Return whether every dimension of `other` is at most as large as here, and all else is equal."""
-        return self._is_like(other) and all(
+        return self.is_like(other) and all(
             its <= mine for one, two in zip(self.sizes, other.sizes) for mine, its in zip(one, two)
         )
 
-    def _is_like(self, other: CallShapes) -> bool:
+    def is_like(self, other: CallShapes) -> bool:
+        """Return whether all but the sizes is equal."""
         return (self.kinds, self.flags, self._ranks) == (other.kinds, other.flags, other._ranks)
 
     @property
@@ -61,7 +62,7 @@ class CallShapes:
 
     def class_in(self, profiled: CallShapes) -> tuple[object, ...]:
         """Return the class: each dimension in sixteenths of the one that was profiled, rounded up."""
-        if not profiled._is_like(self):
+        if not profiled.is_like(self):
             return self.sizes
         return tuple(
             -(-mine * STEPS // max(its, 1))
@@ -69,5 +70,39 @@ class CallShapes:
             for mine, its in zip(one, two)
         )
 
+    def over(self, other: CallShapes) -> CallShapes:
+        """Return the shapes of which each dimension is the larger one of the two."""
+        return replace(self, sizes=tuple(tuple(map(max, mine, its)) for mine, its in zip(self.sizes, other.sizes)))
+
+    def padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call in these shapes: what they hold, and zeros behind it."""
+        sizes = iter(self.sizes)
+        return _padded(tuple(args), sizes), _padded(dict(kwargs), sizes)
+
     def __str__(self) -> str:
         return ", ".join(map(str, self.sizes)) or "no tensors"
+
+    def in_words(self) -> str:
+        """Return all of it, for a message."""
+        tensors = (f"{name}: {dtype}{list(size)}" for (name, dtype, _), size in zip(self.kinds, self.sizes))
+        return ", ".join([*tensors, *map(repr, self.flags)])
+
+
+def _padded(value: Any, sizes: Iterator[tuple[int, ...]]) -> Any:
+    """Take the sizes in the order in which `leaves_of` finds the tensors."""
+    leaves, structure = flatten(value)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            leaves[index] = _padded_tensor(leaf, next(sizes))
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            parts = {item.name: _padded(getattr(leaf, item.name), sizes) for item in fields(leaf)}
+            leaves[index] = replace(leaf, **parts)
+    return unflatten(leaves, structure)
+
+
+def _padded_tensor(tensor: Tensor, size: tuple[int, ...]) -> Tensor:
+    if tuple(tensor.shape) == size:
+        return tensor
+    found = tensor.new_zeros(size)
+    found[tuple(map(slice, tensor.shape))] = tensor.detach()
+    return found.requires_grad_(tensor.requires_grad)

@@ -67,12 +67,14 @@ class Ladder:
             NoTighterPlan: there is none.
         """
         plan: Plan | AdaptivePlan = applied.policy  # type: ignore[assignment]
-        is_shared = isinstance(plan, Plan) and plan.runner is not None and plan.runner.is_shared
+        is_shared = _is_shared(plan)
         if shortage is None and not is_shared:
             return None
         asked = None if shortage is None else asked_bytes(shortage)
-        if isinstance(plan, AdaptivePlan):
-            found: Plan | AdaptivePlan = self._adaptive_below(plan, asked)
+        if isinstance(plan, AdaptivePlan) and shortage is None:
+            found: Plan | AdaptivePlan = plan.within(plan.budget_bytes)  # the other rank's is lowered
+        elif isinstance(plan, AdaptivePlan):
+            found = self._adaptive_below(plan, asked)
         else:
             found = self._plan_below(
                 plan, None if is_shared else root_of(applied), asked, is_short=shortage is not None
@@ -132,7 +134,14 @@ class Ladder:
         """
         plan = applied.policy
         if self._had and isinstance(plan, AdaptivePlan) and plan.recent_bytes > plan.budget_bytes:
-            replace_plan(applied, plan.within(plan.recent_bytes))
+            replace_plan(applied, plan.within(plan.recent_bytes, is_tighter=False))
+
+
+def _is_shared(plan: Plan | AdaptivePlan) -> bool:
+    """Return whether ranks have one plan."""
+    if isinstance(plan, AdaptivePlan):
+        return plan.is_shared
+    return plan.runner is not None and plan.runner.is_shared
 
 
 def _or_short(make: Callable[[], Value]) -> Value | None:
