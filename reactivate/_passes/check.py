@@ -15,7 +15,7 @@ not stop early, the outputs are compared too, and a difference of these alone is
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,8 @@ _ROWS = 32
 """How many sums a profile has: it is held until the backward."""
 OUTPUTS = 1 << 30
 """The number of the first output, behind those of all saved tensors."""
+NOTHING: frozenset[int] = frozenset()
+"""No numbers."""
 
 
 class Profile(NamedTuple):
@@ -99,13 +101,22 @@ class Check:
                 self.note(OUTPUTS + index, leaf)
                 self.versions[OUTPUTS + index] = leaf._version
 
-    def difference(self, other: Check) -> int | None:
-        """Return the number of the first tensor that differs in another pass, None if none does."""
-        numbers = self._common(other)
+    def difference(self, other: Check, but: Container[int] = NOTHING) -> int | None:
+        """Return the number of the first tensor that differs in another pass, None if none does.
+
+        Args:
+            but: the numbers of those that do not count.
+        """
+        numbers = [number for number in self._common(other) if number not in but]
         ones, others = ([check.sums[number].bits for number in numbers] for check in (self, other))
         if not numbers or run_unseen(_are_equal, ones, others):
             return None
         return next(number for number, one, two in zip(numbers, ones, others) if not run_unseen(torch.equal, one, two))
+
+    def differences(self, other: Check) -> frozenset[int]:
+        """Return the numbers of all tensors that differ in another pass."""
+        pairs = ((number, self.sums[number].bits, other.sums[number].bits) for number in self._common(other))
+        return frozenset(number for number, one, two in pairs if not run_unseen(torch.equal, one, two))
 
     def has_all(self, count: int) -> bool:
         """Return whether there is a checksum of each of so many saved tensors."""
@@ -121,9 +132,10 @@ class Check:
         """Return whether no accelerator computed any of the tensors."""
         return all(item.bits.device.type == "cpu" for item in self.sums.values())
 
-    def is_rounding(self, other: Check) -> bool:
-        """Return whether every difference to another pass is one of rounding size."""
-        return all(run_unseen(_is_rounding, self.sums[number], other.sums[number]) for number in self._common(other))
+    def is_rounding(self, other: Check, but: Container[int] = NOTHING) -> bool:
+        """Return whether every difference to another pass is one of rounding size, but for some that do not count."""
+        numbers = (number for number in self._common(other) if number not in but)
+        return all(run_unseen(_is_rounding, self.sums[number], other.sums[number]) for number in numbers)
 
     def _common(self, other: Check) -> list[int]:
         """Return the numbers of what both passes have, but for inputs given back that were written to in between."""

@@ -96,7 +96,7 @@ def _calls_of(call: Any) -> Calls:
             if bound is not None:
                 owner = bound
             elif not isinstance(owner, Module):
-                owner = next(item for item in (*call.args, *roots) if isinstance(item, Module))
+                owner = next(item for item in (*call.args, *roots) if issubclass(type(item), Module))
     key = id(owner), id(code)
     entry = _calls.get(key)  # of these two: the entry goes with them, before another object gets the id
     if entry is None:

@@ -61,7 +61,7 @@ class LeftBehind:
         options = self._region.options
         found: dict[str, Any] = {}
         if options.restores_modules:
-            for module, path in modules_of(self._region).items():
+            for path, module in modules_of(self._region):
                 found.update(_of_module(module, path))
         if options.random:
             found.update(run_unseen(dict, _of_streams()))

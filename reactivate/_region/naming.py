@@ -14,6 +14,7 @@ from torch.nn import Module
 from reactivate._passes.places import CodeLocation, line_of, modules_around, user_frame, users_site
 from reactivate._region.due import owner_of
 from reactivate._snapshot.inputs import InputSpec, rebuild
+from reactivate._snapshot.kinds import behind_proxy
 from reactivate._snapshot.shadows import is_known_written
 
 if TYPE_CHECKING:
@@ -80,20 +81,25 @@ def _within(spec: Any, place: str) -> Iterator[tuple[str, Any]]:
             yield from _within(child, place + suffix)
 
 
-def modules_of(region: Region) -> dict[Module, str]:
+def modules_of(region: Region) -> list[tuple[str, Module]]:
     """The modules that the region can reach, with their paths."""
-    found: dict[Module, str] = {}
+    found: dict[int, tuple[str, Module]] = {}  # by id, since a module may have no hash
     for root in _roots(region):
-        for path, module in root.named_modules():
-            found.setdefault(module, path or type(root).__name__)
-    return found
+        todo = [("", root)]
+        while todo:
+            path, module = todo.pop()
+            if id(module) not in found:
+                found[id(module)] = path or type(root).__name__, module
+                parts = [(name, behind_proxy(part)) for name, part in reversed(module._modules.items())]
+                todo += [(f"{path}.{name}" if path else name, part) for name, part in parts if part is not None]
+    return list(found.values())
 
 
 def _roots(region: Region) -> Iterator[Module]:
     function: Any = region.fn
     cells = (item for contents in region.moment.contents for item in contents)
     for value in (function, getattr(function, "__self__", None), *region.args, *region.kwargs.values(), *cells):
-        if isinstance(value, Module):
+        if issubclass(type(value), Module):  # a mock of one only says that it is
             yield value
 
 
@@ -119,7 +125,7 @@ def registered_name(region: Region, tensor: Tensor) -> str:
 
 def site_text(region: Region, site: CodeLocation) -> str:
     """The line, and the modules whose class has that line."""
-    names = [path for module, path in modules_of(region).items() if _has_code(type(module), site)]
+    names = [path for path, module in modules_of(region) if _has_code(type(module), site)]
     if not names:
         return line_of(site)
     more = f" or {len(names) - 3} more" if len(names) > 3 else ""
@@ -134,10 +140,10 @@ def _has_code(kind: type, site: CodeLocation) -> bool:
 def site_now(region: Region, frame: FrameType) -> str:
     """The line that is running, and the module."""
     here = user_frame(frame)
-    paths = modules_of(region)
+    paths = {id(module): path for path, module in modules_of(region)}
     owner = getattr(region.fn, "__self__", None)  # whose `forward` is called inside of its hooks
     around = (*modules_around(frame), *([owner] if isinstance(owner, Module) else ()))
-    path = next((paths[module] for module in around if module in paths), None)
+    path = next((paths[id(module)] for module in around if id(module) in paths), None)
     return line_of((here.f_code, here.f_lasti)) + ("" if path is None else f" (module {path})")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from itertools import repeat
+from operator import attrgetter
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from reactivate._region.left_behind import LeftBehind
 from reactivate._region.matching import Matching
 from reactivate._region.proof import RenormsOnce
 from reactivate._saved_calls.life import RecomputationLog
-from reactivate._snapshot.held import WeakTensor
+from reactivate._snapshot.held import WeakTensor, original_of
 from reactivate._snapshot.inputs import Memo, rebuild
 from reactivate._snapshot.rewound_moment import RewoundMoment
 from reactivate._snapshot.state_lock import STATE_LOCK
@@ -48,6 +49,8 @@ from reactivate.errors import ReactivateError
 
 if TYPE_CHECKING:
     from reactivate._region.region import Region
+
+_TENSOR = attrgetter("tensor")
 
 
 def recompute(region: Region, gradient: Tensor | None = None) -> Tensor | None:
@@ -179,7 +182,8 @@ def _enter_state_of_forward(region: Region, args: list[Any], kwargs: dict[str, A
                 entered.append(context)
     if region.reached is not None:
         _enter(region.reached.rewound(), entered)
-    _enter(RewoundMoment(region.moment, (*args, *kwargs.values())), entered)
+    read = map(original_of, map(_TENSOR, region.inputs)) if region.inputs else ()
+    _enter(RewoundMoment(region.moment, (*args, *kwargs.values(), *read)), entered)
     for context in late:
         _enter(context, entered)
     if region.proof is not None:
@@ -277,6 +281,8 @@ def _run_for_more(
     """Do as `_run_again`, with all that is asked of few regions: logs, a comparison, a proof."""
     if region.log is not None:
         fn = matching.compare_ops_of(fn, region.log)
+    if region.filled is not None:
+        fn = region.filled.around(fn)
     choice = region.options.choice
     log = None if choice is None else RecomputationLog(region, choice, matching, behind)
     pack = matching.pack if matching.check is None else matching.pack_checked

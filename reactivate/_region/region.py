@@ -86,18 +86,16 @@ class Region:
     Attributes:
         options: of the checkpointed function.
         early_stop: as in the options, unless one of the ops must not be cut short.
-        is_ordinary: whether the recomputation is all that is asked of this call, as of most: there is no policy, comparison,
-            observer, proof or fence, no large tree of modules, and no guard that has to close something.
+        is_ordinary: whether a recomputation is all that is asked of this call, as of most: there is no policy, comparison,
+            proof, observer or fence, no large tree of modules, and no guard that has to close something.
         fn, args, kwargs: the function, and the specs of its arguments (see `_snapshot.inputs`).
-        closed_code: see `Call`.
-        call: the call and what it reaches, as long as the forward runs.
+        call, closed_code: the call and what it reaches, as long as the forward runs; see `Call`.
         context: the context variables of the forward.
         identity: the identity of the call, for code inside of it.
         moment: what the call reached, as it was when the forward began.
         reached: the same of modules in a large tree, which are noted as the forward reaches them; otherwise None.
         is_in_forward: whether the forward still runs: a backward inside of it recomputes what is there by then.
-        tokens: what the guards said before the forward.
-        snapshots: what each guard keeps, in the order of `options.recomputations`.
+        tokens, snapshots: what the guards said before the forward; what each keeps, in the order of `options.recomputations`.
         inputs: tensors that the recomputation reads where they are, and of which there is no copy.
         cells: what holds the closed-over tensors that are saved tensors of autograd's own.
         replaced: {id of a spec: the spec to take in its place}, of arguments that the forward wrote to.
@@ -106,6 +104,7 @@ class Region:
         values: the recomputed tensors that were not handed out yet, each with its version; empty between backwards.
         read_again: the numbers of the tensors that are read several times in one backward: those of custom functions.
         check: checksums of the forward, if the next recomputation is to be compared with it.
+        filled: what fills memory without contents, while it is found out what depends on that.
         proof: of a forward that wrote to what there is no copy of; otherwise None.
         log: the ops of the forward, with `check="every"`.
         users_hooks: (pack, unpack), saved-tensor hooks of the user's around the region; None without any.
@@ -147,6 +146,7 @@ class Region:
     check: Check | None = None
     proof: WriteProof | None = None
     bits: BitsBefore | None = None
+    filled: Any = None
     forward_log: ForwardLog | None = None
     log: OpLog | None = None
     users_hooks: tuple[Any, Any] | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+from typing import Any
+
 from reactivate._snapshot.holders import Contents, Holder
 
 
@@ -64,3 +67,11 @@ class StreamHolder(Holder):
     def put(self, contents: Contents) -> None:
         if contents and not self.target.closed:  # one that was closed stays so
             self.target.__setstate__((*contents, None))
+
+
+def length_of_stream(stream: Any) -> int:
+    """Return how many bytes or letters there are in an in-memory stream."""
+    position = stream.tell()
+    length = stream.seek(0, io.SEEK_END)
+    stream.seek(position)
+    return int(length)

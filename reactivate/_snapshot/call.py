@@ -17,8 +17,9 @@ from reactivate._snapshot.held import ATOMS, restored
 from reactivate._snapshot.holders import AttributesHolder, CellHolder, Contents, put_cell
 from reactivate._snapshot.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
 from reactivate._snapshot.iterators import holds_iterator, is_iterator
+from reactivate._snapshot.shadows import is_state
 from reactivate._snapshot.trees import Tree, is_large, is_unseen_writer, tree_under
-from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk, is_state
+from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk
 from reactivate._torch.autograd import has_graph, innermost_pack_hook, is_of_checkpointing, save_tensor
 
 _first = itemgetter(0)

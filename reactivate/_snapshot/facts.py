@@ -14,6 +14,7 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from operator import is_
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -128,6 +129,7 @@ class ClassFacts(NamedTuple):
         is_wrapper: whether it is of a library that shards what is inside, and the attributes are its own affair.
         is_plain: whether there is nothing of all that.
         attributes: the names that its own code can give to attributes.
+        methods: references to them, and their code.
     """
 
     names: Names
@@ -141,6 +143,20 @@ class ClassFacts(NamedTuple):
     is_wrapper: bool
     is_plain: bool
     attributes: frozenset[str]
+    methods: tuple[Any, ...]
+
+    def are_current(self, kind: type) -> bool:
+        """Return whether the class has the methods that it had, and these name what they named."""
+        if self.is_users:
+            methods = _identities_of(methods_of(kind))
+            if len(methods) != len(self.methods) or not all(map(is_, methods, self.methods)):
+                return False
+        return self.bindings is None or self.bindings.are_current()
+
+
+def _identities_of(methods: Iterable[FunctionType]) -> tuple[Any, ...]:
+    """Return a weak reference to each function, of which there is one, and its code."""
+    return tuple(item for fn in methods for item in (ref(fn), fn.__code__))
 
 
 _facts_of_class: dict[int, tuple[ClassFacts, ref[type]]] = {}  # by the id of the class, as long as that lives
@@ -150,7 +166,7 @@ def facts_of_class(kind: type) -> ClassFacts:
     """Return the facts of a module's class as they are now."""
     key = id(kind)
     found = _facts_of_class.get(key)
-    if found is not None and (found[0].bindings is None or found[0].bindings.are_current()):
+    if found is not None and found[0].are_current(kind):
         return found[0]
     facts = _find_class_facts(kind)
     if _are_for_good(facts.names, facts.bindings):
@@ -162,7 +178,7 @@ def _find_class_facts(kind: type) -> ClassFacts:
     methods = list(methods_of(kind))
     names, bindings = _find(methods)
     scripts = tuple(script for fn in methods for script in current_facts(fn).scripts)
-    is_users = not kind.__module__.startswith("torch.nn.modules.")
+    is_users = not str(kind.__module__).startswith("torch.nn.modules.")
     is_scripted = issubclass(kind, ScriptModule)
     is_lazy = issubclass(kind, LazyModuleMixin)
     is_plain = not (names or bindings or scripts or is_users or is_scripted or is_lazy)
@@ -170,7 +186,7 @@ def _find_class_facts(kind: type) -> ClassFacts:
     attributes = frozenset(Module().__dict__).union(*(fn.__code__.co_names for fn in methods))
     slots = slots_of(kind)
     flags = is_users, is_scripted, is_lazy, is_flat_wrapper(kind), is_plain
-    return ClassFacts(names, bindings, opened, slots, scripts, *flags, attributes)
+    return ClassFacts(names, bindings, opened, slots, scripts, *flags, attributes, _identities_of(methods))
 
 
 def _is_open(fn: FunctionType) -> bool:

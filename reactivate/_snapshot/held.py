@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import is_
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -66,7 +66,7 @@ _PLAIN = ATOMS | {dict, list, set, CodeType, FunctionType, MethodType, BuiltinFu
 
 @cached_by_class
 def _is_held_otherwise(kind: Any) -> bool:
-    return issubclass(kind, (Tensor, tuple)) or is_iterator(kind)
+    return issubclass(kind, (Tensor, tuple, MethodWrapperType)) or is_iterator(kind)
 
 
 def held(item: Any) -> Any:

@@ -9,7 +9,7 @@ To add a kind of object, write a `Holder` with `get` and `put`, and name its cla
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
@@ -22,6 +22,9 @@ from reactivate._snapshot.held import are_items, held_all, is_item, restored, st
 from reactivate._snapshot.kinds import Slot
 from reactivate._snapshot.region_calls import handed_out, is_of_call
 from reactivate._torch.modules import dict_of_class, version_of_dict
+
+FACTORY = (("default_factory", vars(defaultdict)["default_factory"]),)
+"""What a `defaultdict` makes values with, in the way of a slot."""
 
 LARGEST = 4096
 """The number of items up to which a container is read item by item; of a larger one, only its length is."""

@@ -6,7 +6,7 @@ import copy
 import functools
 import io
 import itertools
-from types import BuiltinFunctionType, FunctionType, GeneratorType, ModuleType, NoneType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodWrapperType, ModuleType, NoneType
 from typing import Any, cast
 
 from reactivate._snapshot.caches import cached_by_class
@@ -25,8 +25,10 @@ def is_iterator(kind: Any) -> bool:
 
 
 def holds_iterator(item: Any) -> bool:
-    """Return whether this is an iterator, or a tuple with one in it: neither can be rewound in place."""
+    """Return whether this is an iterator, a method of one or a tuple with one in it: none can be rewound in place."""
     kind: Any = type(item)
+    if kind is MethodWrapperType:  # `count().__next__`, as a factory of numbers
+        return is_iterator(type(item.__self__))
     return any(map(holds_iterator, tuple.__iter__(item))) if issubclass(kind, tuple) else is_iterator(kind)
 
 
@@ -72,6 +74,8 @@ def _copied(item: Any, memo: dict[int, Any]) -> Any:
             return item
         items = [_copied(inner, memo) for inner in tuple.__iter__(item)]
         return tuple(items) if kind is tuple else getattr(kind, "_make", kind)(items)
+    if kind is MethodWrapperType and holds_iterator(item):
+        return getattr(_copied(item.__self__, memo), item.__name__)
     if not is_iterator(kind):
         return item
     try:
@@ -169,6 +173,8 @@ def position_of(iterator: Any) -> Any:
     """Return something that compares equal as long as neither the iterator goes on, nor those in a tuple."""
     if isinstance(iterator, tuple):
         return _part_of(tuple(iterator))
+    if type(iterator) is MethodWrapperType:
+        return position_of(iterator.__self__)
     try:
         _, *parts = _reduced(iterator)
     except Exception:  # it does not say, so it counts as gone on with

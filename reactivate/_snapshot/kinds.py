@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, TypeAlias
+from weakref import ProxyTypes
 
 import torch
 
@@ -15,6 +17,9 @@ from reactivate._snapshot.held import ATOMS
 
 SMALL_BYTES = 1 << 14
 """The size up to which a tensor without a graph, or an array, is copied before a write to it is known."""
+
+PROXIES = frozenset(ProxyTypes)
+BUFFERS = frozenset({bytearray, memoryview, io.StringIO, io.BytesIO})
 
 Slot: TypeAlias = tuple[str, Any]
 """A slot: its name, and what reads and writes it."""
@@ -130,3 +135,21 @@ def slots_of(kind: Any) -> tuple[Slot, ...]:
 def _is_settable(slot: Any) -> bool:
     """Return whether this is a slot, or a property with a setter that a decorator has put in its place."""
     return hasattr(type(slot), "__set__") and getattr(slot, "fset", True) is not None
+
+
+def derived_from(*classes: type) -> Callable[[type], bool]:
+    return lambda kind: issubclass(kind, classes)
+
+
+def is_callable(kind: type) -> bool:
+    return any("__call__" in vars(base) for base in kind.__mro__)
+
+
+def behind_proxy(value: Any) -> Any:
+    """Return what a weak proxy stands for, None if that is gone; anything else as it is."""
+    if type(value) not in PROXIES:
+        return value
+    try:
+        return value.__repr__.__self__
+    except ReferenceError:
+        return None

@@ -14,9 +14,9 @@ from reactivate._snapshot.facts import ClassFacts, facts_of_class
 from reactivate._snapshot.held import ATOMS
 from reactivate._snapshot.holders import ListHolder, NameHolder
 from reactivate._snapshot.iterators import holds_iterator
+from reactivate._snapshot.kinds import behind_proxy
 from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk
 from reactivate._torch.autograd import has_graph
-from reactivate._torch.modes import ask
 from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
 
 _OF_EVERY_MODULE = frozenset(Module().__dict__)
@@ -38,23 +38,23 @@ class ModuleWalk(Walk):
     def __init__(self) -> None:
         super().__init__()
         self.modules: list[Module] = []
-        self._scripted: set[Module] = set()  # those inside of scripted modules are a part of their code
+        self._scripted: set[int] = set()  # ids: those inside of scripted modules are a part of their code
 
     def over(self, roots: Sequence[Module]) -> ModuleWalk:
         """Look at every module under `roots`, and under those that their attributes and classes name."""
         self.roots = tuple(roots)
         for hooks in filter(None, GLOBAL_FORWARD_HOOKS):
             self._look_at_hooks(hooks)
-        found: dict[Module, None] = {}
+        found: set[int] = set()  # ids, since a module may have no hash
         todo: list[Module | None] = []
         count = 0
         while todo or count < len(self.roots):
             if not todo:  # there may be more roots than in the beginning
                 todo.append(self.roots[count])
                 count += 1
-            module = todo.pop()
-            if module is not None and module not in found:
-                found[module] = None
+            module = behind_proxy(todo.pop())
+            if module is not None and id(module) not in found:
+                found.add(id(module))
                 if module._modules:
                     todo += reversed(module._modules.values())
                 self._module_itself(module)
@@ -84,9 +84,9 @@ class ModuleWalk(Walk):
         if facts.is_plain and _has_plain_attributes(module, facts):
             return
         if facts.is_scripted:
-            if module not in self._scripted:
+            if id(module) not in self._scripted:
                 self.scripts += (module,)
-            self._scripted.update(module.modules())
+            self._scripted.update(map(id, module.modules()))
             return
         self.is_lazy = self.is_lazy or facts.is_lazy
         self._users_module(module, facts)
@@ -117,13 +117,7 @@ class ModuleWalk(Walk):
 
     def _code_of_class(self, kind: type, facts: ClassFacts) -> None:
         """Note what the methods of a module's class read."""
-        if facts.names:
-            self._names(facts.names)
-        if facts.bindings is not None:
-            self._bindings += (facts.bindings,)
-        for fn in filter(None, map(ask, facts.open)):
-            if id(fn) not in self.seen:
-                self._made_of(fn, f"{kind.__name__}.{fn.__name__}", DEPTH)
+        self._methods_of_class(kind)
         self.scripts += facts.scripts
         if facts.is_users:
             self._class(kind)

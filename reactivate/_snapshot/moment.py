@@ -20,11 +20,10 @@ from reactivate._snapshot.holders import Contents, Holder, put_dict
 from reactivate._snapshot.inputs import Constant
 from reactivate._snapshot.module_walk import attributes_of_tensors
 from reactivate._snapshot.parts import Parts
-from reactivate._snapshot.shadows import written_before
+from reactivate._snapshot.shadows import UNINITIALIZED, written_before
 from reactivate._snapshot.steps import fused_steps, is_stepped_since, steps_so_far
 from reactivate._snapshot.tensor_states import NO_TENSORS, TensorStates, version_of
 from reactivate._snapshot.trees import Tree
-from reactivate._snapshot.walk import UNINITIALIZED
 from reactivate._torch.modes import copy_unseen
 from reactivate._torch.modules import GLOBAL_FLAGS, GLOBAL_HOOKS, is_in_flat_parameter
 from reactivate._types import Unrestored

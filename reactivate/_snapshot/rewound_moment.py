@@ -18,7 +18,7 @@ from reactivate._snapshot.state_lock import STATE_LOCK
 from reactivate._snapshot.tensor_states import NO_TENSORS
 from reactivate._torch.modes import copy_unseen, run_unseen
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD, _IS_LEAF = attrgetter("requires_grad"), attrgetter("is_leaf")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # dicts, or None
 _is_tensor = Tensor.__instancecheck__  # `isinstance` as a function of one argument
 _UNCHANGED: Any = object()
@@ -29,7 +29,8 @@ class RewoundMoment:
 
     Args:
         moment: what they were.
-        arguments: what the recomputation is called with: what it hooks on tensors among these is taken away again.
+        arguments: what the recomputation is called with, and what it reads where it is: what it hooks on tensors among
+            these is taken away again, and gradients that it clears are put back.
     """
 
     _tensors: RewoundTensors | None = None
@@ -43,6 +44,7 @@ class RewoundMoment:
     _contents: Mapping[int, Any] = MappingProxyType({})  # what these held, by their numbers
     _hook_copies: Any = _UNCHANGED
     _tensor_hooks: list[Any] | None = None
+    _graded: Sequence[tuple[Tensor, Tensor]] = ()
 
     def __init__(self, moment: Moment, arguments: Iterable[Any] = ()) -> None:
         self._moment = moment
@@ -54,6 +56,7 @@ class RewoundMoment:
         moment = self._moment
         if self._hooked:
             self._tensor_hooks = _hooks_on(self._hooked)
+            self._graded = [(leaf, leaf.grad) for leaf in filter(_IS_LEAF, self._hooked) if leaf.grad is not None]
         self._is_bare = moment.is_bare()
         if self._is_bare:
             return
@@ -129,7 +132,7 @@ class RewoundMoment:
     def __exit__(self, *error: object) -> None:
         moment = self._moment
         if self._is_bare:
-            _put_hooks_on(self._hooked, self._tensor_hooks)
+            self._put_back_what_tensors_have()
             if any(moment.hooks):
                 moment.put_hooks(None)
             return
@@ -137,10 +140,10 @@ class RewoundMoment:
             for (module, _), now in zip(moment.protocols, self._protocols):
                 module.load_recompute_state(now)
         finally:
-            if self._hooked:
-                _put_hooks_on(self._hooked, self._tensor_hooks)
             for leaf, gradient in self._gradients:
                 leaf.grad = gradient
+            if self._hooked:
+                self._put_back_what_tensors_have()
             if self._tensors is not None:
                 self._tensors.__exit__()
             if moment.holders:
@@ -155,6 +158,13 @@ class RewoundMoment:
             if self._elsewhere:
                 run_unseen(give_memory_back, self._elsewhere)
             vars(self).clear()  # a traceback may hold this context
+
+    def _put_back_what_tensors_have(self) -> None:
+        """Put back the hooks on tensors, and the gradients that have been cleared: others may have been added to since."""
+        _put_hooks_on(self._hooked, self._tensor_hooks)
+        for leaf, gradient in self._graded:
+            if leaf.grad is None:
+                leaf.grad = gradient
 
     def _put_back_contents(self) -> None:
         moment = self._moment

@@ -19,12 +19,17 @@ import functools
 from collections.abc import Iterable
 from weakref import ref
 
+import torch
 from torch import Tensor
+from torch.nn import UninitializedBuffer, UninitializedParameter
 
 from reactivate._snapshot.caches import WeakIdentitySet
 from reactivate._snapshot.geometry import elements_of, geometry_of
 from reactivate._snapshot.group_copy import put
+from reactivate._snapshot.kinds import SMALL_BYTES
 from reactivate._snapshot.steps import last_step_of
+
+UNINITIALIZED = frozenset({UninitializedBuffer, UninitializedParameter})  # which hold nothing yet
 
 
 class Shadow:
@@ -100,3 +105,14 @@ def written_before(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 def note_written(tensor: Tensor) -> None:
     """Keep a copy of `tensor` from the next region on."""
     _written.add(tensor)
+
+
+def is_state(tensor: Tensor) -> bool:
+    """Return whether a copy of the tensor is kept, for the case that something writes to it."""
+    if type(tensor) in UNINITIALIZED:
+        return False
+    if tensor.requires_grad:
+        return tensor.is_inference()
+    if tensor.is_inference() or (tensor.ndim == 1 and tensor.is_floating_point()):
+        return True
+    return tensor.layout is torch.strided and (tensor.nbytes <= SMALL_BYTES or is_known_written(tensor))

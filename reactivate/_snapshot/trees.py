@@ -318,7 +318,7 @@ def covers_nothing(item: Any) -> bool:
 def _is_fixed(item: Any, noted: dict[int, Any]) -> bool:
     """Return whether to hold an item is to hold nothing that could go, but for what is noted."""
     kind = type(item)
-    if isinstance(item, type):
+    if issubclass(kind, type):
         return is_in_its_module(item)
     if kind is FunctionType:
         return is_in_its_module(item) or _leads_nowhere(item)
@@ -330,7 +330,7 @@ def _is_fixed(item: Any, noted: dict[int, Any]) -> bool:
         return all(type(inner) in ATOMS or id(inner) in noted or _is_fixed(inner, noted) for inner in item)
     if kind is Logger:
         return item.manager.loggerDict.get(item.name) is item
-    return kind in ATOMS or (isinstance(item, Enum) and is_in_its_module(kind))
+    return kind in ATOMS or (issubclass(kind, Enum) and is_in_its_module(kind))
 
 
 def _leads_nowhere(fn: FunctionType) -> bool:

@@ -9,34 +9,39 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import io
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from enum import Enum
+from itertools import chain
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
-from weakref import ProxyTypes, ReferenceType
+from weakref import ReferenceType
 
-import torch
 from torch import Tensor
 from torch.jit import ScriptFunction
-from torch.nn import Module, UninitializedBuffer, UninitializedParameter
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from reactivate._snapshot import holders as holding
 from reactivate._snapshot.bindings import Bindings, CodeHolder, are_closed
-from reactivate._snapshot.byte_holders import ArrayHolder, BytesHolder, NumbersHolder, StreamHolder
+from reactivate._snapshot.byte_holders import ArrayHolder, BytesHolder, NumbersHolder, StreamHolder, length_of_stream
 from reactivate._snapshot.caches import cached_by_class
-from reactivate._snapshot.facts import Facts, current_facts, facts_of, names_in_module
+from reactivate._snapshot.facts import Facts, current_facts, facts_of, facts_of_class, names_in_module
 from reactivate._snapshot.held import ATOMS, WeakTensor
 from reactivate._snapshot.holders import EMPTY, LARGEST, Holder, contents_of, length_of
 from reactivate._snapshot.inputs import Input
 from reactivate._snapshot.iterators import holds_iterator, is_iterator, parts_of
 from reactivate._snapshot.kinds import (
+    BUFFERS,
+    PROXIES,
     SMALL_BYTES,
     Slot,
+    behind_proxy,
+    derived_from,
     is_array,
+    is_callable,
     is_plain,
     is_random_source,
     is_value,
@@ -46,18 +51,16 @@ from reactivate._snapshot.kinds import (
     users_classes,
 )
 from reactivate._snapshot.region_calls import handed_out, is_of_call
-from reactivate._snapshot.shadows import is_known_written
+from reactivate._snapshot.shadows import is_state
 from reactivate._snapshot.unseen_writes import ReachedCode
 from reactivate._torch.autograd import has_graph
+from reactivate._torch.modes import ask
 
-# How deep plain objects (not containers, not dataclasses) are looked into. An argument is data by intent, perhaps a cache
-# of layers of tensors. A closure, a bound `self` or an attribute leads to half the program.
+# Into plain objects, not containers and dataclasses. A closure, a bound `self` or an attribute leads to half the program.
 DEPTH_OF_ARGUMENTS = 4
 DEPTH = 2
+_MOST_NESTED = 64  # in each other: a state that refers to the one before grows by one with each step
 _MOST_OBJECTS = 256  # of each depth, so that those that are near are not left out for those that are far
-_PROXIES = frozenset(ProxyTypes)
-_BUFFERS = frozenset({bytearray, memoryview, io.StringIO, io.BytesIO})
-UNINITIALIZED = frozenset({UninitializedBuffer, UninitializedParameter})  # which hold nothing yet
 
 
 class Walk:
@@ -67,13 +70,11 @@ class Walk:
         holders: the objects whose contents count, in the order in which they are rewound.
         inputs: tensors that are read where they are, and are not state.
         tensors: tensors without a graph, of which a copy is kept.
-        roots: the outermost modules found.
+        roots, generators: the outermost modules and the sources of randomness found.
         scripts: scripted functions and modules, also those that the modules' code names.
-        generators: the sources of randomness found.
         seen: {id: the value, or what stands for it in a recomputation}; names and classes have keys with more than an id.
         code: the functions and classes found.
-        is_lazy: whether a module has parameters that its first call makes.
-        has_compiled: whether a function compiled by torch was found.
+        is_lazy, has_compiled: whether a module has parameters that its first call makes; whether torch compiled a function.
         left_out: where objects were found that are not restored, and why, for a message; None if nothing asks.
     """
 
@@ -84,6 +85,7 @@ class Walk:
     left_out: list[str] | None = None
     is_lazy = has_compiled = False
     _follows_functions = True
+    _nesting = 0
     _bindings: tuple[Bindings, ...] = ()
     _functions: holding.FunctionsHolder | None = None
 
@@ -103,7 +105,12 @@ class Walk:
         """Note what `value` holds, and look at its parts."""
         kind = type(value)
         if kind not in ATOMS and id(value) not in self.seen:
+            if self._nesting >= _MOST_NESTED:
+                self._leave_out(value, place, "too deep")
+                return
+            self._nesting += 1
             _way_of(kind)(self, value, kind, place, depth)
+            self._nesting -= 1
 
     def finish(self) -> None:
         """Note the functions that code names, and look at what they lead to."""
@@ -116,19 +123,13 @@ class Walk:
                     if id(fn) not in self.seen and not are_closed([fn]):
                         self._made_of(fn, fn.__name__, DEPTH)
 
-    # -- tensors ------------------------------------------------------------------------------------------------------
-
     def tensor(self, tensor: Tensor, place: str) -> None:
         """Note a tensor: as state, or as one that is read where it is."""
         if is_state(tensor):
             self.tensors.append(tensor)
         else:
-            self.inputs.append(Input(self.kept(tensor), tensor._version, place, not tensor.requires_grad))
-
-    @staticmethod
-    def kept(tensor: Tensor) -> Any:
-        """Return what is held of a tensor that is read where it is."""
-        return WeakTensor(tensor) if has_graph(tensor) else tensor
+            kept = WeakTensor(tensor) if has_graph(tensor) else tensor
+            self.inputs.append(Input(kept, tensor._version, place, not tensor.requires_grad))
 
     def _tensor(self, value: Tensor, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
@@ -156,8 +157,7 @@ class Walk:
     # -- containers ---------------------------------------------------------------------------------------------------
 
     def _proxy(self, value: Any, kind: type, place: str, depth: int) -> None:
-        with contextlib.suppress(ReferenceError):  # nothing is left of what it stands for
-            self.look(value.__repr__.__self__, place, depth)
+        self.look(behind_proxy(value), place, depth)
 
     def _module(self, value: Module, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
@@ -183,6 +183,8 @@ class Walk:
             if type(item) not in ATOMS:
                 self.look(item, place + written, depth)
         if kind not in (list, dict, deque, OrderedDict):
+            if issubclass(kind, defaultdict):
+                self._slots(value, holding.FACTORY, place, depth)
             self._attributes_of_a_container(value, kind, place, depth)
 
     def _set(self, value: Any, kind: type, place: str, depth: int) -> None:
@@ -192,7 +194,8 @@ class Walk:
             self._attributes_of_a_container(value, kind, place, depth)
 
     def _attributes_of_a_container(self, value: Any, kind: type, place: str, depth: int) -> None:
-        """Note the attributes of an object of a subclass of a container's, if it has any."""
+        """Note the attributes of an object of a subclass of a container's, if it has any, and the class."""
+        self._class(kind)
         if namespace_of(value) is not None or slots_of(kind):
             self._attributes(value, place, depth)
 
@@ -217,8 +220,11 @@ class Walk:
 
     def _numbers(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
-        if value.itemsize * len(value) <= SMALL_BYTES:
-            self.holders.append(NumbersHolder(value))
+        self._hold_if_small(NumbersHolder, value, value.itemsize * len(value), place)
+
+    def _hold_if_small(self, holder: Any, value: Any, nbytes: int, place: str) -> None:
+        if nbytes <= SMALL_BYTES:
+            self.holders.append(holder(value))
         else:
             self._leave_out(value, place, "too large")
 
@@ -229,18 +235,9 @@ class Walk:
             with contextlib.suppress(ValueError):  # it has been released
                 self.look(value.obj, place, depth)
         elif kind is bytearray:
-            if len(value) <= SMALL_BYTES:
-                self.holders.append(BytesHolder(value))
-            else:
-                self._leave_out(value, place, "too large")
+            self._hold_if_small(BytesHolder, value, len(value), place)
         elif not value.closed:
-            position = value.tell()
-            length = value.seek(0, io.SEEK_END)
-            value.seek(position)
-            if length <= SMALL_BYTES:
-                self.holders.append(StreamHolder(value))
-            else:
-                self._leave_out(value, place, "too large")
+            self._hold_if_small(StreamHolder, value, length_of_stream(value), place)
 
     def _iterator(self, value: Any, kind: type, place: str, depth: int) -> None:
         """Note the containers that an iterator goes through, and the functions that it calls."""
@@ -274,6 +271,13 @@ class Walk:
             self._objects[depth] += 1
             self._attributes(value, place, depth if is_data else depth - 1)
             self._class(kind)
+
+    def _optimizer(self, value: Optimizer, kind: type, place: str, depth: int) -> None:
+        """Note the groups and the parameters, whose gradients may be cleared; the optimizer's state is not restored."""
+        self.seen[id(value)] = value
+        self.holders.append(holding.ListHolder(value.param_groups))
+        for parameter in chain.from_iterable(group["params"] for group in value.param_groups):
+            self.look(parameter, f"{place}.param_groups", depth)
 
     def _leave_out(self, value: Any, place: str, reason: str) -> None:
         is_known = is_value(type(value)) or str(type(value).__module__).startswith(("reactivate.", "torch._C"))
@@ -320,6 +324,9 @@ class Walk:
                         self._look_at_all(vars(member), f"{base.__name__}.{member.name}", DEPTH)
                 else:
                     self._state_of_class(base)
+                    self._methods_of_class(base)
+                if type(base) is not type:
+                    self._class(type(base))
 
     def _state_of_class(self, kind: type) -> None:
         """Look at the attributes of a class, but for the functions in containers: mostly these are registries."""
@@ -330,6 +337,17 @@ class Walk:
                 self._follows_functions = follows and not isinstance(value, (list, dict, deque, tuple))
                 self.look(value, f"{kind.__name__}.{name}", DEPTH)
                 self._follows_functions = follows
+
+    def _methods_of_class(self, kind: type) -> None:
+        """Note what the methods of a class read, and what those are made of that close over something."""
+        facts = facts_of_class(kind)
+        if facts.names:
+            self._names(facts.names)
+        if facts.bindings is not None:
+            self._bindings += (facts.bindings,)
+        for fn in filter(None, map(ask, facts.open)):
+            if id(fn) not in self.seen:
+                self._made_of(fn, f"{kind.__name__}.{fn.__name__}", DEPTH)
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
@@ -396,7 +414,7 @@ class Walk:
             for cell, name in zip(fn.__closure__, fn.__code__.co_freevars):
                 if id(cell) not in self.seen and name != "__class__":
                     self.seen[id(cell)] = cell
-                    if name in facts.overwritten and isinstance(contents_of(cell), Tensor):
+                    if name in facts.overwritten and issubclass(type(contents_of(cell)), Tensor):
                         # No input: kept as one, it would chain the calls' graphs.
                         self.holders.append(holding.CellHolder(cell))
                     else:
@@ -411,7 +429,7 @@ class Walk:
     def _cell(self, cell: CellType, place: str, depth: int, facts: Facts) -> None:
         contents = contents_of(cell)
         kind = type(contents)
-        if isinstance(contents, Tensor):
+        if issubclass(kind, Tensor):
             self.cell_tensor(cell, contents, place)
         elif kind in (list, dict, OrderedDict) and len(contents) <= LARGEST:
             holder = holding.CellContainerHolder(cell)
@@ -425,7 +443,7 @@ class Walk:
             self.holders.append(holding.CellHolder(cell))
             if kind is ModuleType:
                 self._names(names_in_module(contents, facts.attributes))
-            elif isinstance(contents, type):
+            elif issubclass(kind, type):
                 self._class(contents)
             elif contents is not EMPTY:
                 self.look(contents, place, depth)
@@ -442,22 +460,12 @@ class Walk:
             if key not in self.seen:
                 self.seen[key] = namespace
                 self.holders.append(holding.NameHolder(namespace, name))
-                value = namespace.get(name)
-                if isinstance(value, type):
+                value: Any = namespace.get(name)
+                kind = type(value)
+                if issubclass(kind, type):
                     self._class(value)
-                elif type(value) not in ATOMS:
+                elif kind not in ATOMS:
                     self.look(value, name, DEPTH)
-
-
-def is_state(tensor: Tensor) -> bool:
-    """Return whether a copy of the tensor is kept, for the case that something writes to it."""
-    if type(tensor) in UNINITIALIZED:
-        return False
-    if tensor.requires_grad:
-        return tensor.is_inference()
-    if tensor.is_inference() or (tensor.ndim == 1 and tensor.is_floating_point()):
-        return True
-    return tensor.layout is torch.strided and (tensor.nbytes <= SMALL_BYTES or is_known_written(tensor))
 
 
 _Way = Callable[[Walk, Any, Any, str, int], None]
@@ -469,31 +477,24 @@ def _way_of(kind: type) -> _Way:
     return next(way for is_of_this_kind, way in _WAYS if is_of_this_kind(kind))
 
 
-def _derived_from(*classes: type) -> Callable[[type], bool]:
-    return lambda kind: issubclass(kind, classes)
-
-
-def _is_callable(kind: type) -> bool:
-    return any("__call__" in vars(base) for base in kind.__mro__)
-
-
 _WAYS: tuple[tuple[Callable[[type], bool], _Way], ...] = (
-    (_PROXIES.__contains__, Walk._proxy),
-    (_derived_from(Tensor), Walk._tensor),
-    (_derived_from(Module), Walk._module),
-    (_derived_from(tuple), Walk._tuple),
-    (_derived_from(list, dict, deque), Walk._container),
-    (_derived_from(set), Walk._set),
-    (_derived_from(FunctionType), Walk._function),
-    (_derived_from(type), Walk._class_or_member),
-    (_is_callable, Walk._callable),
+    (PROXIES.__contains__, Walk._proxy),
+    (derived_from(Tensor), Walk._tensor),
+    (derived_from(Module), Walk._module),
+    (derived_from(tuple), Walk._tuple),
+    (derived_from(list, dict, deque), Walk._container),
+    (derived_from(set), Walk._set),
+    (derived_from(FunctionType), Walk._function),
+    (derived_from(type), Walk._class_or_member),
+    (derived_from(Optimizer), Walk._optimizer),
+    (is_callable, Walk._callable),
     (is_random_source, Walk._random_source),
     (is_array, Walk._array),
-    (_BUFFERS.__contains__, Walk._buffer),
+    (BUFFERS.__contains__, Walk._buffer),
     (is_iterator, Walk._iterator),
-    (_derived_from(array), Walk._numbers),
-    (_derived_from(Enum), Walk._class_or_member),
-    (_derived_from(ContextVar), Walk._context_variable),
-    (_derived_from(object), Walk._object),
+    (derived_from(array), Walk._numbers),
+    (derived_from(Enum), Walk._class_or_member),
+    (derived_from(ContextVar), Walk._context_variable),
+    (derived_from(object), Walk._object),
 )
 """What an object's class tells, and the method that looks at the object: the first row that fits counts."""

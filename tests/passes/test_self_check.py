@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import decimal
-import itertools
 import os
 import random
 import re
@@ -156,8 +155,21 @@ def spawned() -> Use:
 
 
 def counted() -> Use:
-    following = itertools.count(1).__next__
-    return lambda: float(following())
+    following = struct.iter_unpack("i", bytes(range(1, 241))).__next__
+    return lambda: following()[0] / 1e9
+
+
+def unseen_numbers(number: int) -> Callable[[], int]:
+    """Return a function that returns this number and those that follow it, from a place that no walk sees."""
+    queue: SimpleQueue[int] = SimpleQueue()
+    queue.put(number)
+
+    def use() -> int:
+        value = queue.get()
+        queue.put(value + 1)
+        return value
+
+    return use
 
 
 def queued() -> Use:
@@ -256,7 +268,7 @@ def rolled(items: Tensor, turn: int) -> Tensor:
 @pytest.mark.parametrize("beside", [0.0, 1e9, -1e9, float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_same_numbers_in_another_order_are_no_rounding(change: Any, beside: float, dtype: torch.dtype) -> None:
-    following = itertools.count().__next__
+    following = unseen_numbers(0)
     weights = torch.randn(5, 4, dtype=dtype)
 
     def block(x: Tensor) -> Tensor:
@@ -297,7 +309,7 @@ class Layer(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
-        self.following = types.SimpleNamespace(use=itertools.count(1).__next__)
+        self.following = types.SimpleNamespace(use=unseen_numbers(1))
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:

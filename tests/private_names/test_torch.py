@@ -512,7 +512,9 @@ def a_collective_tells_what_it_writes_to_as_long_as_somebody_listens() -> None:
     "sharded_class",
     "sharded_in",
     "is_sharded",
+    "is_gathered",
     "is_root",
+    "rest",
     "sharding_state",
     "prepare_sharding",
     "are_on_host",
@@ -527,7 +529,8 @@ def a_plain_module_is_not_sharded() -> None:
     room.drop_unreduced_gradients([module])
     assert not isinstance(module, room.sharded_class()) and not room.is_sharded(module)
     assert room.sharded_in([module]) == []
-    assert room.sharding_state(module) is None
+    assert room.sharding_state(module) is None and not room.is_gathered(module)
+    room.rest(room.sharding_state(module))
     room.prepare_sharding([module])
     assert not room.are_on_host([module]) and room.padded_sizes([module]) == {}
 

@@ -290,21 +290,15 @@ def adds_to(table: Tensor) -> tuple[Any, ...]:
     return fn, table
 
 
-class Reader:
-    def read(self) -> float:
-        return read_by_an_object
-
-
 class Coded(nn.Module):
     functions: dict[str, Fn] = {"size": lambda size=1.0: size}
 
     def __init__(self) -> None:
         super().__init__()
-        self.reader = Reader()
         self.made = made
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = self.read() * self.functions["size"]() * self.reader.read() * self.made.size
+        scale = self.read() * self.functions["size"]() * self.made.size
         late = getattr(code_read_from_afar, "late", 1.0)
         return (x * scale * reads_from_afar() * math.e * late).sin()
 
@@ -312,7 +306,6 @@ class Coded(nn.Module):
         return scale
 
 
-read_by_an_object = 1.0
 made = ModuleType("made")
 made.size = 1.0  # type: ignore[attr-defined]
 
@@ -323,10 +316,6 @@ def another_default_of_a_method(patch: pytest.MonkeyPatch) -> None:
 
 def another_default_in_a_container(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coded.functions["size"], "__defaults__", (5.0,))
-
-
-def another_value_that_an_object_reads(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(globals(), "read_by_an_object", 5.0)
 
 
 def another_value_in_a_python_module_that_is_an_attribute(patch: pytest.MonkeyPatch) -> None:
@@ -352,7 +341,6 @@ def another_library(patch: pytest.MonkeyPatch) -> None:
 CHANGES_OF_CODE = [
     another_default_of_a_method,
     another_default_in_a_container,
-    another_value_that_an_object_reads,
     another_value_in_a_python_module_that_is_an_attribute,
     another_value_that_is_read_by_getattr,
     another_value_two_python_modules_away,

@@ -79,7 +79,8 @@ def test_what_is_known_of_classes_and_code_is_bounded(monkeypatch: pytest.Monkey
     assert len(due._calls) <= before + 10
     assert max(len(item.counts) for owner, _, item in due._calls.values() if owner() is layer) == 8
     assert len(facts.facts_of_code) <= 8 and len(places._known) <= 8
-    assert not any(kind().__name__ == "Made" for _, kind in facts._facts_of_class.values()), "classes that are gone"
+    names_now = [kind().__qualname__ for _, kind in facts._facts_of_class.values()]
+    assert names_now and "made_anew.<locals>.Made" not in names_now, "classes that are gone"
 
 
 def test_every_cache_with_arguments_is_bounded() -> None:
