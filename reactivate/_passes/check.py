@@ -78,6 +78,7 @@ class Check:
         versions: of the outputs, by their numbers.
         has_same_results: whether a proof has found the outputs to be those of the forward.
         recomputed: those of the last recomputation that came to its end.
+        doubtful: tensors that were modified since the forward, and where: the comparison shows whether that matters.
     """
 
     def __init__(self) -> None:
@@ -85,6 +86,7 @@ class Check:
         self.versions: dict[int, int] = {}
         self.has_same_results = False
         self.recomputed: Check | None = None
+        self.doubtful: list[tuple[Tensor, str]] = []
 
     def note(self, number: int, tensor: Tensor) -> None:
         """Take the checksum of a tensor, if it has bits to look at that come from what the forward had."""

@@ -31,6 +31,9 @@ def compare(region: Region, again: Callable[[], Any]) -> None:
             raise disproved(region, region.proof)
         region.proof.is_settled = True
         return
+    if forward.doubtful and not is_read_the_same:
+        tensor, place = forward.doubtful[0]
+        raise region.options.exception(errors_text.modified_input(region, place, tensor))
     if number is None or is_read_the_same:
         return
     is_deterministic, unwritten = None, NOTHING

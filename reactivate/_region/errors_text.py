@@ -54,10 +54,11 @@ def keeps_activations_under(transform: str) -> str:
 
 def modified_input(region: Region, place: str, tensor: Tensor) -> MutationError:
     """The recomputation reads a tensor that was modified since the forward."""
+    later = "" if tensor.requires_grad else " From its next call on the region has a copy of it."
     return MutationError(
         f"The region `{name_of(region)}` cannot be recomputed: it reads `{place}`, {tensor_text(tensor)}, which has been "
         "modified by an inplace operation since the forward read it, so the gradients would be wrong. Do not write to it "
-        "between forward and backward, or give the region a `.clone()` of it."
+        f"between forward and backward, or give the region a `.clone()` of it.{later}"
     )
 
 

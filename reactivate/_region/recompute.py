@@ -33,6 +33,7 @@ from reactivate._saved_calls.life import RecomputationLog
 from reactivate._snapshot.held import WeakTensor, original_of
 from reactivate._snapshot.inputs import Memo, rebuild
 from reactivate._snapshot.rewound_moment import RewoundMoment
+from reactivate._snapshot.shadows import note_written
 from reactivate._snapshot.state_lock import STATE_LOCK
 from reactivate._storing.requests import idle as idle_storages, refuse_silence
 from reactivate._torch.autograd import (
@@ -199,7 +200,10 @@ def _enter(context: Any, entered: list[Any]) -> None:
 
 
 def _stale(region: Region, unrestored: list[Unrestored]) -> list[tuple[Tensor, str]]:
-    """Return what was modified since the forward, and may not be read: no comparison will show that it does not matter."""
+    """Return what was modified since the forward, and may not be read: no comparison will show that it does not matter.
+
+    Of a tensor that requires no gradient regions have a copy from the next one on.
+    """
     proof = region.proof
     copied = {id(item.tensor) for item in region.moment.states.written if item.left is not None}
     found = []
@@ -210,7 +214,14 @@ def _stale(region: Region, unrestored: list[Unrestored]) -> list[tuple[Tensor, s
             and proof is not None
             and (id(tensor) in copied or proof.covers(item, is_checked=region.check is not None))
         )
-        if not is_proved:
+        if is_proved:
+            continue
+        is_data = isinstance(tensor, Tensor) and not tensor.requires_grad
+        if is_data:
+            note_written(tensor)
+        if is_data and proof is None and region.check is not None and not region.is_in_forward:
+            region.check.doubtful.append((tensor, place))
+        else:
             found.append((tensor, place))
     return found
 

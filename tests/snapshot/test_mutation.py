@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import reactivate
 from reactivate import policies
 from reactivate._passes.observing import observed_by, without_regions
+from reactivate._region import due
 from reactivate.errors import MutationError
 
 
@@ -198,7 +199,7 @@ def test_a_write_between_forward_and_backward_to_what_has_no_copy(made: Made) ->
     mutation = made[0](made[1])
     out = forward_of(mutation, name="block 7")
     with torch.no_grad():
-        mutation.target.add_(0)
+        mutation.target.add_(1)
     with pytest.raises(MutationError) as raised:
         out.backward()
     message = str(raised.value)
@@ -206,6 +207,19 @@ def test_a_write_between_forward_and_backward_to_what_has_no_copy(made: Made) ->
     assert str(list(made[1])) in message, "its shape"
     assert "block 7" in message or made[0] is parameter, "which region"
     assert "Do not" in message or "Write to it outside" in message, "what to do"
+
+
+@pytest.mark.parametrize("made", [(make, LARGE) for make in ELSEWHERE], ids=name_of)
+def test_a_write_that_changes_nothing_to_what_has_no_copy(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison shows it in the first call; and from the next one on there is a copy."""
+    monkeypatch.setattr(due, "_calls", {})
+    mutation = made[0](made[1])
+    expected = mutation.plain()
+    for number in (0, 1):
+        out = forward_of(mutation)
+        with torch.no_grad():
+            mutation.target.add_(number)
+        assert all(map(torch.equal, torch.autograd.grad(out, mutation.leaves()), expected))
 
 
 @each("made", COPIED + NOT_COPIED, ids=name_of)

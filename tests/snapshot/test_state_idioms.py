@@ -349,6 +349,49 @@ def state_that_refers_to_the_one_before(wrap: Wrap) -> Any:
     return found, net.state.number
 
 
+# -- data that other code writes to -----------------------------------------------------------------------------------
+
+
+@right
+def rows_of_a_bank_that_a_region_leaves_out(wrap: Wrap) -> Any:
+    """They are written between forward and backward: in the first call, a comparison shows that this does not matter."""
+    layer, bank, found = nn.Linear(80, 80), torch.randn(300, 80), []
+    checkpointed = wrap(lambda x, length: (layer(x) @ torch.cat([bank[:length], x]).t()).softmax(-1).sin())
+    for step in range(STEPS):
+        x, length = leaf(3, 80), 10 + 3 * step
+        out = checkpointed(x, length)
+        with torch.no_grad():
+            bank[length : length + 3] = x
+        backward(out)
+        found.append(x.grad)
+    return found, gradients(layer), bank
+
+
+@pytest.mark.parametrize("kind", ["saved", "computed, without a graph", "a number"])
+def test_rows_of_a_bank_that_a_region_reads(kind: str) -> None:
+    """In the first call there is no copy: an error. From the next one on there is, and the gradients are right."""
+    bank = torch.randn(300, 80)
+
+    def forward(x: Tensor) -> Tensor:
+        if kind == "saved":
+            return (x * bank[0]).sin()
+        return x * (bank[0] * 2) if kind.startswith("computed") else (x * float(bank[0, 0])).sin()
+
+    checkpointed, x = reactivate.checkpoint(forward), leaf(3, 80)
+    out = checkpointed(x)
+    bank[0] += 1
+    with pytest.raises(reactivate.errors.MutationError):
+        backward(out)
+    for _ in range(3):
+        x = leaf(3, 80)
+        plain = x.detach().requires_grad_()
+        backward(forward(plain))
+        out = checkpointed(x)
+        bank[0] += 1
+        backward(out)
+        assert torch.equal(x.grad, plain.grad)  # type: ignore[arg-type]
+
+
 # -- memory without contents ------------------------------------------------------------------------------------------
 
 
