@@ -64,8 +64,9 @@ class Rollback:
             (item, item._version) for item in reach.reached() if not item.is_inference() and id(item) not in buffers
         ]
         self._optimizers: dict[int, _OptimizerState] = {}
-        self._companions = Companions(reach.found(COMPANIONS))
-        optimizers = {id(item): item for item in (*reach.found(Optimizer), *self._companions.optimizers)}
+        self._companions = Companions([item for item in reach.seen.values() if isinstance(item, COMPANIONS)])
+        own = (item for item in reach.seen.values() if isinstance(item, Optimizer))
+        optimizers = {id(item): item for item in (*own, *self._companions.optimizers)}
         self._groups = list(map(_Groups, optimizers.values()))
 
     @contextmanager

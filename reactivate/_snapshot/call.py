@@ -136,7 +136,7 @@ class Call(Walk):
         self.kwargs = (
             {name: self._argument(item, f"kwargs[{name!r}]") for name, item in kwargs.items()} if kwargs else kwargs
         )
-        if self._bindings:
+        if self._bindings or self.code.classes:
             self.finish()
         containers = None
         if for_region:
@@ -170,7 +170,7 @@ class Call(Walk):
 
     def _look_at_context(self, context: Context) -> ContextContainers:
         containers = ContextContainers(self, context)
-        if self._bindings:
+        if self._bindings or self.code.classes:
             self.finish()
         return containers
 

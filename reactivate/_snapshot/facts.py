@@ -129,6 +129,7 @@ class ClassFacts(NamedTuple):
         is_wrapper: whether it is of a library that shards what is inside, and the attributes are its own affair.
         is_plain: whether there is nothing of all that.
         attributes: the names that its own code can give to attributes.
+        asked: the names that its methods, and the functions that they name, ask objects for.
         methods: references to them, and their code.
     """
 
@@ -143,6 +144,7 @@ class ClassFacts(NamedTuple):
     is_wrapper: bool
     is_plain: bool
     attributes: frozenset[str]
+    asked: frozenset[str]
     methods: tuple[Any, ...]
 
     def are_current(self, kind: type) -> bool:
@@ -184,9 +186,11 @@ def _find_class_facts(kind: type) -> ClassFacts:
     is_plain = not (names or bindings or scripts or is_users or is_scripted or is_lazy)
     opened = tuple(map(ref, filter(_is_open, methods))) if is_users else ()
     attributes = frozenset(Module().__dict__).union(*(fn.__code__.co_names for fn in methods))
-    slots = slots_of(kind)
+    slots, asked = slots_of(kind), frozenset[str]()
+    if is_users:
+        asked = asked.union(*(facts_of(fn).attributes for fn in methods))
     flags = is_users, is_scripted, is_lazy, is_flat_wrapper(kind), is_plain
-    return ClassFacts(names, bindings, opened, slots, scripts, *flags, attributes, _identities_of(methods))
+    return ClassFacts(names, bindings, opened, slots, scripts, *flags, attributes, asked, _identities_of(methods))
 
 
 def _is_open(fn: FunctionType) -> bool:

@@ -21,6 +21,17 @@ SMALL_BYTES = 1 << 14
 PROXIES = frozenset(ProxyTypes)
 BUFFERS = frozenset({bytearray, memoryview, io.StringIO, io.BytesIO})
 
+_SPECIAL = """
+    call getattr getattribute setattr delattr getitem setitem delitem missing contains iter next len bool
+    enter exit eq ne lt le gt ge hash int float index complex str repr format add radd iadd sub rsub isub mul rmul imul
+    truediv rtruediv itruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul and rand iand or ror ior xor rxor
+    neg pos abs invert round get set torch_function reversed instancecheck subclasscheck class_getitem init_subclass
+"""
+SPECIAL_METHODS = frozenset(f"__{name}__" for name in _SPECIAL.split())
+"""Methods that code calls without naming them."""
+MAKING = frozenset({"__new__", "__init__", "__post_init__"})
+"""Those that are called where code calls the class."""
+
 Slot: TypeAlias = tuple[str, Any]
 """A slot: its name, and what reads and writes it."""
 
@@ -86,6 +97,13 @@ def is_users_class(kind: type) -> bool:
         package in sys.stdlib_module_names and package != "__main__"
     )
     return not is_known
+
+
+@cached_by_class
+def is_installed(kind: Any) -> bool:
+    """Return whether this class is of a package that was installed, not of the program's own code."""
+    file = getattr(sys.modules.get(str(kind.__module__)), "__file__", None) or ""
+    return any(place in file for place in ("site-packages", "dist-packages"))
 
 
 @cached_by_class

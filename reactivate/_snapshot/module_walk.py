@@ -17,6 +17,7 @@ from reactivate._snapshot.iterators import holds_iterator
 from reactivate._snapshot.kinds import behind_proxy
 from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk
 from reactivate._torch.autograd import has_graph
+from reactivate._torch.modes import ask
 from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
 
 _OF_EVERY_MODULE = frozenset(Module().__dict__)
@@ -117,7 +118,14 @@ class ModuleWalk(Walk):
 
     def _code_of_class(self, kind: type, facts: ClassFacts) -> None:
         """Note what the methods of a module's class read."""
-        self._methods_of_class(kind)
+        if facts.names:
+            self._names(facts.names)
+        if facts.bindings is not None:
+            self._bindings += (facts.bindings,)
+        for fn in filter(None, map(ask, facts.open)):
+            if id(fn) not in self.seen:
+                self._made_of(fn, f"{kind.__name__}.{fn.__name__}", DEPTH)
+        self.asked |= facts.asked
         self.scripts += facts.scripts
         if facts.is_users:
             self._class(kind)

@@ -14,7 +14,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from enum import Enum
-from itertools import chain
+from itertools import chain, filterfalse
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 from weakref import ReferenceType
@@ -28,20 +28,23 @@ from reactivate._snapshot import holders as holding
 from reactivate._snapshot.bindings import Bindings, CodeHolder, are_closed
 from reactivate._snapshot.byte_holders import ArrayHolder, BytesHolder, NumbersHolder, StreamHolder, length_of_stream
 from reactivate._snapshot.caches import cached_by_class
-from reactivate._snapshot.facts import Facts, current_facts, facts_of, facts_of_class, names_in_module
+from reactivate._snapshot.facts import Facts, current_facts, facts_of, functions_in, names_in_module
 from reactivate._snapshot.held import ATOMS, WeakTensor
 from reactivate._snapshot.holders import EMPTY, LARGEST, Holder, contents_of, length_of
 from reactivate._snapshot.inputs import Input
 from reactivate._snapshot.iterators import holds_iterator, is_iterator, parts_of
 from reactivate._snapshot.kinds import (
     BUFFERS,
+    MAKING,
     PROXIES,
     SMALL_BYTES,
+    SPECIAL_METHODS,
     Slot,
     behind_proxy,
     derived_from,
     is_array,
     is_callable,
+    is_installed,
     is_plain,
     is_random_source,
     is_value,
@@ -54,7 +57,6 @@ from reactivate._snapshot.region_calls import handed_out, is_of_call
 from reactivate._snapshot.shadows import is_state
 from reactivate._snapshot.unseen_writes import ReachedCode
 from reactivate._torch.autograd import has_graph
-from reactivate._torch.modes import ask
 
 # Into plain objects, not containers and dataclasses. A closure, a bound `self` or an attribute leads to half the program.
 DEPTH_OF_ARGUMENTS = 4
@@ -72,6 +74,7 @@ class Walk:
         tensors: tensors without a graph, of which a copy is kept.
         roots, generators: the outermost modules and the sources of randomness found.
         scripts: scripted functions and modules, also those that the modules' code names.
+        asked: names that modules ask objects for.
         seen: {id: the value, or what stands for it in a recomputation}; names and classes have keys with more than an id.
         code: the functions and classes found.
         is_lazy, has_compiled: whether a module has parameters that its first call makes; whether torch compiled a function.
@@ -85,7 +88,9 @@ class Walk:
     left_out: list[str] | None = None
     is_lazy = has_compiled = False
     _follows_functions = True
+    asked: frozenset[str] = frozenset()
     _nesting = 0
+    _named: tuple[type, ...] = ()
     _bindings: tuple[Bindings, ...] = ()
     _functions: holding.FunctionsHolder | None = None
 
@@ -96,10 +101,6 @@ class Walk:
         self.code = ReachedCode()
         self.seen: dict[Any, Any] = {}
         self._objects = [0] * (DEPTH_OF_ARGUMENTS + 1)  # at each depth
-
-    def found(self, kinds: type | tuple[type, ...]) -> list[Any]:
-        """Return every object of some classes that the walk came to, whether or not it looked into it."""
-        return [item for item in self.seen.values() if isinstance(item, kinds)]
 
     def look(self, value: Any, place: str, depth: int) -> None:
         """Note what `value` holds, and look at its parts."""
@@ -113,7 +114,22 @@ class Walk:
             self._nesting -= 1
 
     def finish(self) -> None:
-        """Note the functions that code names, and look at what they lead to."""
+        """Note the functions that code names and the methods that it asks for, and look at what they lead to."""
+        looked_at = 0
+        while self._bindings or looked_at < len(self.code.classes) + len(self.code.functions):
+            looked_at = len(self.code.classes) + len(self.code.functions)
+            self._look_at_methods()
+            self._look_at_bindings()
+
+    def _look_at_methods(self) -> None:
+        asked = SPECIAL_METHODS.union(self.asked, *(facts.attributes for facts in self.code.functions))
+        for kind in filterfalse(is_installed, self.code.classes):
+            own = vars(kind) if not issubclass(kind, Module) else {}  # whose methods are looked at anyway
+            for name in (asked | MAKING if kind in self._named else asked) & own.keys():
+                for fn in functions_in(own[name]):
+                    self.look(fn, f"{kind.__name__}.{name}", DEPTH)
+
+    def _look_at_bindings(self) -> None:
         while self._bindings:  # of functions in closures there may be more
             holder = CodeHolder(self._bindings)
             self._bindings = ()
@@ -153,8 +169,6 @@ class Walk:
         """Return every tensor found that is no module's."""
         inputs = (item.tensor.get() if isinstance(item.tensor, WeakTensor) else item.tensor for item in self.inputs)
         return [*inputs, *self.tensors]
-
-    # -- containers ---------------------------------------------------------------------------------------------------
 
     def _proxy(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.look(behind_proxy(value), place, depth)
@@ -229,7 +243,6 @@ class Walk:
             self._leave_out(value, place, "too large")
 
     def _buffer(self, value: Any, kind: type, place: str, depth: int) -> None:
-        """Note the contents of a buffer or an in-memory stream, if they are small."""
         self.seen[id(value)] = value
         if kind is memoryview:
             with contextlib.suppress(ValueError):  # it has been released
@@ -240,7 +253,6 @@ class Walk:
             self._hold_if_small(StreamHolder, value, length_of_stream(value), place)
 
     def _iterator(self, value: Any, kind: type, place: str, depth: int) -> None:
-        """Note the containers that an iterator goes through, and the functions that it calls."""
         self.seen[id(value)] = value
         self.look_at_iterator(value, place, depth)
 
@@ -273,7 +285,6 @@ class Walk:
             self._class(kind)
 
     def _optimizer(self, value: Optimizer, kind: type, place: str, depth: int) -> None:
-        """Note the groups and the parameters, whose gradients may be cleared; the optimizer's state is not restored."""
         self.seen[id(value)] = value
         self.holders.append(holding.ListHolder(value.param_groups))
         for parameter in chain.from_iterable(group["params"] for group in value.param_groups):
@@ -308,10 +319,11 @@ class Walk:
 
     def _class_or_member(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
-        self._class(value if isinstance(value, type) else kind)
+        self._class(value if isinstance(value, type) else kind, is_named=isinstance(value, type))
 
-    def _class(self, kind: type) -> None:
+    def _class(self, kind: type, *, is_named: bool = False) -> None:
         """Note the attributes of a class and of those it is derived from, and look at them."""
+        self._named += tuple(users_classes(kind)) if is_named else ()
         for base in users_classes(kind):
             if (key := ("class", id(base))) not in self.seen:
                 self.seen[key] = base
@@ -324,7 +336,6 @@ class Walk:
                         self._look_at_all(vars(member), f"{base.__name__}.{member.name}", DEPTH)
                 else:
                     self._state_of_class(base)
-                    self._methods_of_class(base)
                 if type(base) is not type:
                     self._class(type(base))
 
@@ -337,17 +348,6 @@ class Walk:
                 self._follows_functions = follows and not isinstance(value, (list, dict, deque, tuple))
                 self.look(value, f"{kind.__name__}.{name}", DEPTH)
                 self._follows_functions = follows
-
-    def _methods_of_class(self, kind: type) -> None:
-        """Note what the methods of a class read, and what those are made of that close over something."""
-        facts = facts_of_class(kind)
-        if facts.names:
-            self._names(facts.names)
-        if facts.bindings is not None:
-            self._bindings += (facts.bindings,)
-        for fn in filter(None, map(ask, facts.open)):
-            if id(fn) not in self.seen:
-                self._made_of(fn, f"{kind.__name__}.{fn.__name__}", DEPTH)
 
     # -- functions ----------------------------------------------------------------------------------------------------
 
@@ -444,7 +444,7 @@ class Walk:
             if kind is ModuleType:
                 self._names(names_in_module(contents, facts.attributes))
             elif issubclass(kind, type):
-                self._class(contents)
+                self._class(contents, is_named=True)
             elif contents is not EMPTY:
                 self.look(contents, place, depth)
 
@@ -463,7 +463,7 @@ class Walk:
                 value: Any = namespace.get(name)
                 kind = type(value)
                 if issubclass(kind, type):
-                    self._class(value)
+                    self._class(value, is_named=True)
                 elif kind not in ATOMS:
                     self.look(value, name, DEPTH)
 
