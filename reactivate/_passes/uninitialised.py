@@ -38,7 +38,7 @@ class Filled(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _WITHOUT_CONTENTS:
+        if func in _WITHOUT_CONTENTS and result.layout is torch.strided:
             self.is_used = True
             result.data.fill_(self._number)  # which leaves the version as it is
         return result

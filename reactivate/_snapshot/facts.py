@@ -79,6 +79,7 @@ def find_facts(fn: FunctionType) -> Facts:
     attributes = frozenset[str]().union(*(_attribute_names(named.__code__) for named in functions))
     names, bindings = _find([fn])
     is_kept = is_importable(fn.__globals__) and _are_for_good(names, bindings)
+    is_kept = is_kept and not any(module is None for named in functions for module in _imported(named))
     is_closed = not (names or bindings or scripts or code.co_freevars)
     facts = Facts(code, fn.__globals__, names, bindings, scripts, attributes, _overwritten(code), is_closed)
     if is_kept:
@@ -254,6 +255,9 @@ def _reads(fn: FunctionType) -> Iterator[tuple[Namespace, str]]:
     """(namespace, name) of what `fn` reads at module level, also from other Python modules of the user's."""
     todo: list[tuple[Namespace, str]] = [(fn.__globals__, name) for name in _global_names(fn.__code__)]
     attributes = _attribute_names(fn.__code__)
+    for module in _imported(fn):
+        if module is not None:
+            todo += names_in_module(module, attributes)
     seen: set[int] = set()
     while todo:
         namespace, name = todo.pop()
@@ -262,6 +266,25 @@ def _reads(fn: FunctionType) -> Iterator[tuple[Namespace, str]]:
         if isinstance(value, ModuleType) and id(value) not in seen:
             seen.add(id(value))
             todo += names_in_module(value, attributes)
+
+
+def _imported(fn: FunctionType) -> list[ModuleType | None]:
+    """Return the Python modules that `fn` imports when it is called, None for one that is not there yet."""
+    package = fn.__globals__.get("__package__") or ""
+    found = []
+    for name, level in _imports(fn.__code__):
+        parts = package.split(".")[: len(package.split(".")) - level + 1] if level else []
+        found.append(sys.modules.get(".".join([*parts, *([name] if name else [])])))
+    return found
+
+
+@cached
+def _imports(code: CodeType) -> tuple[tuple[str, int], ...]:
+    """Return (name, level) of each import in some code."""
+    steps = list(dis.get_instructions(code))
+    own = [(step.argval, steps[index - 2].argval) for index, step in enumerate(steps) if step.opname == "IMPORT_NAME"]
+    inner = (item for part in code.co_consts if isinstance(part, CodeType) for item in _imports(part))
+    return (*((name, level if isinstance(level, int) else 0) for name, level in own), *inner)
 
 
 def names_in_module(module: ModuleType, attributes: frozenset[str]) -> Names:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import collections
 import itertools
 import os
+import sys
 import unittest.mock
 import weakref
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -189,6 +191,43 @@ def methods_of_objects_that_close_over_a_count(wrap: Wrap) -> Any:
         for each in (lambda: counter.tick(), lambda: Counter.tick_statically(), lambda: named.tick())
     ]
     return found, numbers
+
+
+HELPER = """
+number = 0
+items = []
+
+def tick():
+    global number
+    number += 1
+    items.append(number)
+    return number + len(items)
+"""
+
+
+@pytest.fixture(autouse=True)
+def helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("helper_of_idioms")
+    monkeypatch.setitem(sys.modules, "helper_of_idioms", module)
+
+
+@right
+def module_that_is_imported_where_it_is_used(wrap: Wrap) -> Any:
+    helper: Any = sys.modules["helper_of_idioms"]
+    exec(HELPER, vars(helper))
+
+    def as_a_module(x: Tensor, step: int) -> Tensor:
+        import helper_of_idioms as imported  # type: ignore[import-not-found]
+
+        imported.number += 1
+        return curve(x, imported.tick() if step > 3 else 1)
+
+    def by_name(x: Tensor, step: int) -> Tensor:
+        from helper_of_idioms import tick
+
+        return curve(x, tick() if step > 3 else 1)
+
+    return trained(wrap, as_a_module), trained(wrap, by_name), helper.number, [*helper.items]
 
 
 # -- gradients and hooks ----------------------------------------------------------------------------------------------
