@@ -27,7 +27,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from reactivate._snapshot.bindings import CACHED, Bindings, Names, Namespace
 from reactivate._snapshot.caches import BoundedCache, cached, is_importable
 from reactivate._snapshot.held import ATOMS
-from reactivate._snapshot.kinds import Slot, is_users_class, slots_of
+from reactivate._snapshot.kinds import MAKING, Slot, is_users_class, slots_of
 from reactivate._torch.modules import is_flat_wrapper
 
 _MOST_CROSSINGS = 1
@@ -224,6 +224,36 @@ def functions_in(item: Any) -> Iterator[FunctionType]:
         yield from functions_in(item.__wrapped__)
 
 
+def called_members(kind: type, asked: frozenset[str], *, is_named: bool) -> Iterator[tuple[str, Any]]:
+    """Return (name, function or object) of what a class has itself and code may call, but for plain methods of a module.
+
+    Args:
+        asked: the names that code asks objects for.
+        is_named: whether code may call the class.
+    """
+    own, is_module = vars(kind), issubclass(kind, Module)
+    for name in (asked | MAKING if is_named and not is_module else asked) & own.keys():
+        if not (is_module and type(own[name]) is FunctionType):
+            for member in _members_of(own[name]):
+                yield name, member
+
+
+def _members_of(item: Any) -> Iterator[Any]:
+    """The objects that an attribute of a class calls: functions, or other objects in the place of these."""
+    if isinstance(item, property):
+        yield from filter(None, (item.fget, item.fset, item.fdel))
+    elif isinstance(item, (staticmethod, classmethod)):
+        yield item.__func__
+    elif isinstance(item, functools.partialmethod):
+        yield from (item.func, item.args, item.keywords)
+    elif isinstance(item, functools.cached_property):
+        yield item.func
+    elif isinstance(item, functools.singledispatchmethod):
+        yield from item.dispatcher.registry.values()
+    else:
+        yield item
+
+
 def _find(functions: Iterable[FunctionType]) -> tuple[Names, Bindings | None]:
     """The names that these functions read: those that may hold state, and those of functions, classes and modules."""
     names: dict[tuple[int, str], tuple[Namespace, str]] = {}
@@ -349,7 +379,7 @@ def _is_librarys(namespace: dict[str, Any]) -> bool:
 
 @cached
 def _global_names(code: CodeType) -> frozenset[str]:
-    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             names |= _global_names(inner)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, permutations
 from operator import attrgetter, is_
 from types import CellType
 from typing import Any, ClassVar
@@ -27,6 +27,7 @@ FACTORY = (("default_factory", vars(defaultdict)["default_factory"]),)
 """What a `defaultdict` makes values with, in the way of a slot."""
 
 LARGEST = 4096
+_FEW = 6  # items of a set, of which all orders are tried
 """The number of items up to which a container is read item by item; of a larger one, only its length is."""
 
 EMPTY: Any = object()
@@ -105,8 +106,13 @@ class SetHolder(Holder):
 
     def put(self, contents: Contents) -> None:
         items = strongly(contents)
-        set.clear(self.target)
-        set.update(self.target, items)
+        # Of two that fall into one place the first one gets it: so in a few orders, one by one, as a set grows.
+        for order in permutations(items) if len(items) <= _FEW else (items, items[::-1], items):
+            set.clear(self.target)
+            for item in order:
+                set.add(self.target, item)
+            if all(map(is_, set.__iter__(self.target), items)):
+                break
 
 
 class VersionedHolder(Holder):

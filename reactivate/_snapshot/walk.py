@@ -11,7 +11,7 @@ import functools
 import inspect
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar, copy_context
 from enum import Enum
 from itertools import chain, filterfalse
@@ -28,14 +28,13 @@ from reactivate._snapshot import holders as holding
 from reactivate._snapshot.bindings import Bindings, CodeHolder, are_closed
 from reactivate._snapshot.byte_holders import ArrayHolder, BytesHolder, NumbersHolder, StreamHolder, length_of_stream
 from reactivate._snapshot.caches import cached_by_class
-from reactivate._snapshot.facts import Facts, current_facts, facts_of, functions_in, names_in_module
+from reactivate._snapshot.facts import Facts, called_members, current_facts, facts_of, names_in_module
 from reactivate._snapshot.held import ATOMS, WeakTensor
 from reactivate._snapshot.holders import EMPTY, LARGEST, Holder, contents_of, length_of
 from reactivate._snapshot.inputs import Input
 from reactivate._snapshot.iterators import holds_iterator, is_iterator, parts_of
 from reactivate._snapshot.kinds import (
     BUFFERS,
-    MAKING,
     PROXIES,
     SMALL_BYTES,
     SPECIAL_METHODS,
@@ -62,6 +61,7 @@ from reactivate._torch.autograd import has_graph
 DEPTH_OF_ARGUMENTS = 4
 DEPTH = 2
 _MOST_NESTED = 64  # in each other: a state that refers to the one before grows by one with each step
+_MOST_ITEMS = 1 << 17  # of all containers
 _MOST_OBJECTS = 256  # of each depth, so that those that are near are not left out for those that are far
 
 
@@ -89,7 +89,7 @@ class Walk:
     is_lazy = has_compiled = False
     _follows_functions = True
     asked: frozenset[str] = frozenset()
-    _nesting = 0
+    _nesting = _items = 0
     _named: tuple[type, ...] = ()
     _bindings: tuple[Bindings, ...] = ()
     _functions: holding.FunctionsHolder | None = None
@@ -118,16 +118,11 @@ class Walk:
         looked_at = 0
         while self._bindings or looked_at < len(self.code.classes) + len(self.code.functions):
             looked_at = len(self.code.classes) + len(self.code.functions)
-            self._look_at_methods()
+            asked = SPECIAL_METHODS.union(self.asked, *(facts.attributes for facts in self.code.functions))
+            for kind in filterfalse(is_installed, self.code.classes):
+                for name, member in called_members(kind, asked, is_named=kind in self._named):
+                    self.look(member, f"{kind.__name__}.{name}", DEPTH)
             self._look_at_bindings()
-
-    def _look_at_methods(self) -> None:
-        asked = SPECIAL_METHODS.union(self.asked, *(facts.attributes for facts in self.code.functions))
-        for kind in filterfalse(is_installed, self.code.classes):
-            own = vars(kind) if not issubclass(kind, Module) else {}  # whose methods are looked at anyway
-            for name in (asked | MAKING if kind in self._named else asked) & own.keys():
-                for fn in functions_in(own[name]):
-                    self.look(fn, f"{kind.__name__}.{name}", DEPTH)
 
     def _look_at_bindings(self) -> None:
         while self._bindings:  # of functions in closures there may be more
@@ -179,15 +174,15 @@ class Walk:
 
     def _tuple(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
-        for index, item in enumerate(tuple.__iter__(value)):
-            if type(item) not in ATOMS:
-                self.look(item, f"{place}[{index}]", depth)
+        self._look_at_items(tuple.__iter__(value), tuple.__len__(value), place, depth)
         if kind is not tuple:
             self._attributes_of_a_container(value, kind, place, depth)
 
     def _container(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
-        if (len(value) if kind is list or kind is dict else length_of(value)) > LARGEST:
+        length = len(value) if kind is list or kind is dict else length_of(value)
+        self._items += length
+        if length > LARGEST or self._items > _MOST_ITEMS:
             self.holders.append(holding.LengthHolder(value))
             self._leave_out(value, place, "too large")
             return
@@ -196,6 +191,8 @@ class Walk:
         for written, item in holder.items(holder.get()):
             if type(item) not in ATOMS:
                 self.look(item, place + written, depth)
+        if isinstance(value, dict) and not ATOMS.issuperset(map(type, dict.keys(value))):
+            self._look_at_items(dict.keys(value), 0, place, depth)
         if kind not in (list, dict, deque, OrderedDict):
             if issubclass(kind, defaultdict):
                 self._slots(value, holding.FACTORY, place, depth)
@@ -203,17 +200,24 @@ class Walk:
 
     def _set(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
-        self.holders.append(holding.SetHolder(value))
-        if kind is not set:
+        if issubclass(kind, set):
+            self.holders.append(holding.SetHolder(value))
+        base: Any = set if issubclass(kind, set) else frozenset  # past methods that a subclass overrides
+        self._look_at_items(base.__iter__(value), base.__len__(value), place, depth)
+        if kind is not set and kind is not frozenset:
             self._attributes_of_a_container(value, kind, place, depth)
+
+    def _look_at_items(self, items: Iterable[Any], count: int, place: str, depth: int) -> None:
+        self._items += count
+        for index, item in enumerate(items if self._items <= _MOST_ITEMS else ()):
+            if type(item) not in ATOMS:
+                self.look(item, f"{place}[{index}]", depth)
 
     def _attributes_of_a_container(self, value: Any, kind: type, place: str, depth: int) -> None:
         """Note the attributes of an object of a subclass of a container's, if it has any, and the class."""
         self._class(kind)
         if namespace_of(value) is not None or slots_of(kind):
             self._attributes(value, place, depth)
-
-    # -- buffers, iterators, generators -------------------------------------------------------------------------------
 
     def _random_source(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
@@ -232,10 +236,6 @@ class Walk:
                     self.look(item, place, depth)
         self._attributes_of_a_container(value, kind, place, depth)
 
-    def _numbers(self, value: Any, kind: type, place: str, depth: int) -> None:
-        self.seen[id(value)] = value
-        self._hold_if_small(NumbersHolder, value, value.itemsize * len(value), place)
-
     def _hold_if_small(self, holder: Any, value: Any, nbytes: int, place: str) -> None:
         if nbytes <= SMALL_BYTES:
             self.holders.append(holder(value))
@@ -247,6 +247,8 @@ class Walk:
         if kind is memoryview:
             with contextlib.suppress(ValueError):  # it has been released
                 self.look(value.obj, place, depth)
+        elif issubclass(kind, array):
+            self._hold_if_small(NumbersHolder, value, value.itemsize * len(value), place)
         elif kind is bytearray:
             self._hold_if_small(BytesHolder, value, len(value), place)
         elif not value.closed:
@@ -267,8 +269,6 @@ class Walk:
         if value not in copy_context():  # what it is set to is looked at with all of the context
             with contextlib.suppress(LookupError):  # it has no default
                 self.look(value.get(), f"{place}.get()", depth)
-
-    # -- objects and classes ------------------------------------------------------------------------------------------
 
     def _object(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
@@ -483,7 +483,7 @@ _WAYS: tuple[tuple[Callable[[type], bool], _Way], ...] = (
     (derived_from(Module), Walk._module),
     (derived_from(tuple), Walk._tuple),
     (derived_from(list, dict, deque), Walk._container),
-    (derived_from(set), Walk._set),
+    (derived_from(set, frozenset), Walk._set),
     (derived_from(FunctionType), Walk._function),
     (derived_from(type), Walk._class_or_member),
     (derived_from(Optimizer), Walk._optimizer),
@@ -492,7 +492,7 @@ _WAYS: tuple[tuple[Callable[[type], bool], _Way], ...] = (
     (is_array, Walk._array),
     (BUFFERS.__contains__, Walk._buffer),
     (is_iterator, Walk._iterator),
-    (derived_from(array), Walk._numbers),
+    (derived_from(array), Walk._buffer),
     (derived_from(Enum), Walk._class_or_member),
     (derived_from(ContextVar), Walk._context_variable),
     (derived_from(object), Walk._object),

@@ -207,19 +207,9 @@ def reads_lines(lines: Any) -> tuple[Any, ...]:
 
 
 class Inside:
-    """A count in a descriptor, and where a cached function returns it."""
-
-    class Keeping:
-        value = 1
-
-        def __get__(self, *_: Any) -> int:
-            return self.value
-
-        def __set__(self, _: Any, value: int) -> None:
-            self.value = value
+    """A count where a cached function returns it."""
 
     def __init__(self) -> None:
-        self.kept = type("Keeps", (), {"count": Inside.Keeping()})()
         self.cached = functools.cache(lambda: Link(0))
 
 
@@ -248,7 +238,6 @@ FAR: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 HIDDEN: dict[str, Callable[[], tuple[Any, ...]]] = {
     "class in a class": in_a_class,
-    "descriptor": lambda: counts(Inside(), lambda inside: inside.kept),
     "cached": lambda: counts(Inside(), lambda inside: inside.cached()),
     "mapping proxy": lambda: counts(MappingProxyType({"link": Link(0)}), lambda links: links["link"]),
     "subclass of bytearray": lambda: counts_in_a_list(Bytes([1])),

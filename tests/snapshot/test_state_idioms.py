@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import os
 import sys
@@ -228,6 +229,73 @@ def module_that_is_imported_where_it_is_used(wrap: Wrap) -> Any:
         return curve(x, tick() if step > 3 else 1)
 
     return trained(wrap, as_a_module), trained(wrap, by_name), helper.number, [*helper.items]
+
+
+@right
+def members_of_a_class_that_are_no_functions(wrap: Wrap) -> Any:
+    counts = [0, 0, 0]
+
+    class Tick:
+        def __init__(self, index: int) -> None:
+            self.index, self.number = index, 0
+
+        def __call__(self, *_: Any) -> int:
+            self.number += 1
+            counts[self.index] = self.number
+            return self.number
+
+    class Uses:
+        static, prop = staticmethod(Tick(0)), property(Tick(1))
+        partial = functools.partialmethod(lambda self, tick: tick(), Tick(2))
+
+    uses = Uses()
+    return counts_by(wrap, lambda: uses.static() + uses.prop + uses.partial(), lambda: [*counts])
+
+
+@right
+def objects_in_a_set_and_as_keys(wrap: Wrap) -> Any:
+    class Counter:
+        number = 0
+
+        def tick(self) -> int:
+            self.number += 1
+            return self.number
+
+    ones, others, keys = {Counter()}, frozenset({Counter()}), {Counter(): 1}
+    every = (*ones, *others, *keys)
+    groups: Any = ones, others, keys
+    tick = lambda: sum(each.tick() for group in groups for each in group)  # noqa: E731
+    return counts_by(wrap, tick, lambda: [each.number for each in every])
+
+
+@right
+def order_of_a_set_that_grows(wrap: Wrap) -> Any:
+    """It is what it was after the forward, also of numbers that fall into one place."""
+    seen: set[int] = set()
+
+    def forward(x: Tensor, step: int) -> Tensor:
+        seen.add([15, 7, 31, 23, 39, 1, 2][step])
+        return curve(x, 2)
+
+    return trained(wrap, forward), [*seen]
+
+
+@right
+def global_that_is_only_written(wrap: Wrap) -> Any:
+    """What the second forward leaves there is not what the recomputation of the first leaves."""
+
+    def forward(x: Tensor) -> Tensor:
+        global LEFT
+        LEFT = x.detach().sum().item()
+        return curve(x, 2)
+
+    checkpointed, first, second = wrap(forward), leaf(4), leaf(4)
+    one, _ = checkpointed(first), checkpointed(second)
+    backward(one)
+    return LEFT, first.grad
+
+
+LEFT = 0.0
 
 
 # -- gradients and hooks ----------------------------------------------------------------------------------------------
