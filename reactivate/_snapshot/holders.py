@@ -106,8 +106,8 @@ class SetHolder(Holder):
 
     def put(self, contents: Contents) -> None:
         items = strongly(contents)
-        # Of two that fall into one place the first one gets it: so in a few orders, one by one, as a set grows.
-        for order in permutations(items) if len(items) <= _FEW else (items, items[::-1], items):
+        # Of two that fall into one place the first one gets it: so in all orders of a few, one by one, as a set grows.
+        for order in permutations(items) if len(items) <= _FEW else (items,):
             set.clear(self.target)
             for item in order:
                 set.add(self.target, item)
