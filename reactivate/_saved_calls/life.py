@@ -58,6 +58,7 @@ _OF_INFERENCE = "it returns a tensor that was made in inference mode"
 _OF_SUBCLASS = "it returns a tensor of a subclass without `__torch_dispatch__`, which would come back without its class"
 _OTHER_HOOKS = "saved-tensor hooks inside of the region are around it, as those of torch.utils.checkpoint are"
 _BACKWARD_INSIDE = "a backward inside of the region goes through it"
+_RAISED = "it raised an error"
 _ON_DEVICE = "it writes to a tensor without a new version"
 
 
@@ -147,7 +148,8 @@ class ForwardLog(Log):
             result = fn(*args, **kwargs)
         except BaseException as error:
             close_checkpoints_within(error)
-            call.let_go()
+            call.saved_call.reason = _RAISED  # the region may catch it, and the calls inside of this one have no numbers
+            self.finish(call, None, None)
             raise
         finally:
             self.is_inside = False

@@ -244,3 +244,57 @@ def test_a_result_of_a_subclass_without_a_dispatch_of_its_own(op: str) -> None:
         return (product.exp() * product.tag).as_subclass(Tensor)
 
     assert_exact(lambda: block, policies.save_ops(op))
+
+
+class Fails(nn.Module):
+    """Raises in its first calls, after a call that the policy saves, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if float(torch.rand(())) < 0.5:
+            raise ValueError
+        return y
+
+
+class Tries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Fails(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(20):
+            try:
+                x = self.inner(x)
+                break
+            except ValueError:
+                x = x * 1.1
+        return self.last(x.sin()).tanh()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.save_modules("inner"),
+        policies.save_ops("linear", "rand"),
+        policies.union(policies.save_modules("inner"), policies.save_ops("linear", "rand")),
+    ],
+)
+def test_a_saved_call_that_raises_is_run_again(policy: Any) -> None:
+    """The calls inside of it have no numbers of their own, in neither pass."""
+
+    def trained(wrap: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Tries()
+        run, found = wrap(model), []
+        for _ in range(6):
+            x = torch.randn(3, 4, requires_grad=True)
+            run(x).square().sum().backward()
+            found += [x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
+        return [*found, torch.rand(())]
+
+    plain, ours = trained(lambda model: model), trained(lambda model: reactivate.checkpoint(model, policy=policy))
+    assert all(map(torch.equal, plain, ours))
