@@ -98,7 +98,7 @@ CALLS = 0
 
 @right
 def method_that_is_replaced_in_the_midst_of_training(wrap: Wrap) -> Any:
-    """What the new one reads is known from its first call on."""
+    """Names that the new one reads are known from its first call on."""
     global CALLS
     CALLS = 0
 
@@ -270,7 +270,7 @@ def objects_in_a_set_and_as_keys(wrap: Wrap) -> Any:
 
 @right
 def order_of_a_set_that_grows(wrap: Wrap) -> Any:
-    """It is what it was after the forward, also of numbers that fall into one place."""
+    """The order stays that of the forward, also of numbers that fall into one place."""
     seen: set[int] = set()
 
     def forward(x: Tensor, step: int) -> Tensor:
@@ -282,7 +282,7 @@ def order_of_a_set_that_grows(wrap: Wrap) -> Any:
 
 @right
 def global_that_is_only_written(wrap: Wrap) -> Any:
-    """What the second forward leaves there is not what the recomputation of the first leaves."""
+    """The value stays that of the second forward, not of the recomputation of the first."""
 
     def forward(x: Tensor) -> Tensor:
         global LEFT
@@ -433,7 +433,7 @@ def mock_of_a_module(wrap: Wrap) -> Any:
 
 @right
 def state_that_refers_to_the_one_before(wrap: Wrap) -> Any:
-    """It grows by one with each step, and no step is refused."""
+    """The chain grows by one with each step, and no step is refused."""
 
     @dataclass
     class State:
@@ -523,7 +523,7 @@ def buffer_that_is_filled_in_part(wrap: Wrap) -> Any:
 
 
 def test_a_difference_beside_memory_without_contents_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not depend on such memory is compared as always."""
+    """Tensors that do not depend on such memory are compared as always."""
     monkeypatch.setenv("CALLS", "1")
 
     def forward(x: Tensor) -> Tensor:
