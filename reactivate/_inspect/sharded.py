@@ -36,7 +36,7 @@ def sharding_faked(modules: Iterable[Module], fake: Callable[[Any], Any]) -> Ite
         fake: from a tensor to its fake.
     """
     sharded = sharded_in(modules)
-    objects = _objects_of([sharding_state(module) for module in sharded])
+    objects = _objects_of(sharded)
     restore = [_restoring(vars(item)) for item in objects]
     restore += [_restoring(part) for module in sharded for part in vars(module).values() if isinstance(part, dict)]
     try:
@@ -65,7 +65,7 @@ def resetting_sharding(modules: Iterable[Module]) -> Callable[[], None]:
 
     if all(hasattr(module, _RESET) for module in sharded):
         return reset
-    restore = [_restoring(vars(item)) for item in _objects_of([sharding_state(module) for module in sharded])]
+    restore = [_restoring(vars(item)) for item in _objects_of(sharded)]
 
     def put_back() -> None:
         for module in sharded:
@@ -85,7 +85,7 @@ def between_steps(model: Module) -> Iterator[None]:
     """
     sharded = sharded_in(model.modules())
     gathered = [module for module in sharded if is_gathered(module)]
-    objects = _objects_of([sharding_state(module) for module in sharded])
+    objects = _objects_of(sharded)
     restore = [_restoring(vars(item)) for item in objects]
     for item in objects:
         rest(item)
@@ -100,10 +100,10 @@ def between_steps(model: Module) -> Iterator[None]:
             put_back()
 
 
-def _objects_of(states: Iterable[Any]) -> list[Any]:
-    """List the library's objects that can be reached from these, each once."""
+def _objects_of(sharded: Iterable[Module]) -> list[Any]:
+    """List the library's objects that can be reached from the state of these modules, each once."""
     found: dict[int, Any] = {}
-    todo = list(states)
+    todo = list(map(sharding_state, sharded))
     while todo:
         item = todo.pop()
         if isinstance(item, dict):

@@ -109,7 +109,7 @@ class Check:
         Args:
             but: the numbers of those that do not count.
         """
-        numbers = [number for number in self._common(other) if number not in but]
+        numbers = self._common(other, but)
         ones, others = ([check.sums[number].bits for number in numbers] for check in (self, other))
         if not numbers or run_unseen(_are_equal, ones, others):
             return None
@@ -136,16 +136,18 @@ class Check:
 
     def is_rounding(self, other: Check, but: Container[int] = NOTHING) -> bool:
         """Return whether every difference to another pass is one of rounding size, but for some that do not count."""
-        numbers = (number for number in self._common(other) if number not in but)
+        numbers = self._common(other, but)
         return all(run_unseen(_is_rounding, self.sums[number], other.sums[number]) for number in numbers)
 
-    def _common(self, other: Check) -> list[int]:
+    def _common(self, other: Check, but: Container[int] = NOTHING) -> list[int]:
         """Return the numbers of what both passes have, but for inputs given back that were written to in between."""
         found = self.sums.keys() & other.sums.keys()
         return sorted(
             number
             for number in found
-            if self.sums[number].is_sure and self.versions.get(number) == other.versions.get(number)
+            if number not in but
+            and self.sums[number].is_sure
+            and self.versions.get(number) == other.versions.get(number)
         )
 
 

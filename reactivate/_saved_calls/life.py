@@ -148,9 +148,8 @@ class ForwardLog(Log):
             result = fn(*args, **kwargs)
         except BaseException as error:
             close_checkpoints_within(error)
-            call.saved_call.reason = (
-                _RAISED  # the region may catch it, and the calls inside of this one have no numbers
-            )
+            # The region may catch it, and the calls inside of this one have no numbers.
+            call.saved_call.reason = _RAISED
             self.finish(call, None, None)
             raise
         finally:

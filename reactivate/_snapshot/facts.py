@@ -45,6 +45,7 @@ class Facts(NamedTuple):
         scripts: the scripted functions that it names.
         attributes: the names that its code and that of the functions it names asks objects for.
         overwritten: the closed-over variables that it assigns and never reads.
+        awaited: the Python modules that it imports when it is called, and that are not there yet.
         is_closed: whether it reads nothing but its arguments.
     """
 
@@ -55,6 +56,7 @@ class Facts(NamedTuple):
     scripts: tuple[Any, ...]
     attributes: frozenset[str]
     overwritten: frozenset[str]
+    awaited: tuple[str, ...]
     is_closed: bool
 
 
@@ -79,9 +81,9 @@ def find_facts(fn: FunctionType) -> Facts:
     attributes = frozenset[str]().union(*(_attribute_names(named.__code__) for named in functions))
     names, bindings = _find([fn])
     is_kept = is_importable(fn.__globals__) and _are_for_good(names, bindings)
-    is_kept = is_kept and not any(module is None for named in functions for module in _imported(named))
-    is_closed = not (names or bindings or scripts or code.co_freevars)
-    facts = Facts(code, fn.__globals__, names, bindings, scripts, attributes, _overwritten(code), is_closed)
+    awaited = tuple(name for named in functions for name in _imported(named) if name not in sys.modules)
+    is_closed = not (names or bindings or scripts or awaited or code.co_freevars)
+    facts = Facts(code, fn.__globals__, names, bindings, scripts, attributes, _overwritten(code), awaited, is_closed)
     if is_kept:
         _generation[0] += id(code) in facts_of_code
         facts_of_code[id(code)] = facts
@@ -91,7 +93,9 @@ def find_facts(fn: FunctionType) -> Facts:
 def facts_of(fn: FunctionType) -> Facts:
     """Return the facts of `fn`, which may have been found when names stood for something else."""
     facts = facts_of_code.get(id(fn.__code__))
-    return find_facts(fn) if facts is None or facts.namespace is not fn.__globals__ else facts
+    if facts is None or facts.namespace is not fn.__globals__ or any(map(sys.modules.__contains__, facts.awaited)):
+        return find_facts(fn)
+    return facts
 
 
 def current_facts(fn: FunctionType) -> Facts:
@@ -180,16 +184,15 @@ def facts_of_class(kind: type) -> ClassFacts:
 def _find_class_facts(kind: type) -> ClassFacts:
     methods = list(methods_of(kind))
     names, bindings = _find(methods)
-    scripts = tuple(script for fn in methods for script in current_facts(fn).scripts)
+    facts = list(map(current_facts, methods))
+    scripts = tuple(script for each in facts for script in each.scripts)
     is_users = not str(kind.__module__).startswith("torch.nn.modules.")
     is_scripted = issubclass(kind, ScriptModule)
     is_lazy = issubclass(kind, LazyModuleMixin)
     is_plain = not (names or bindings or scripts or is_users or is_scripted or is_lazy)
     opened = tuple(map(ref, filter(_is_open, methods))) if is_users else ()
     attributes = frozenset(Module().__dict__).union(*(fn.__code__.co_names for fn in methods))
-    slots, asked = slots_of(kind), frozenset[str]()
-    if is_users:
-        asked = asked.union(*(facts_of(fn).attributes for fn in methods))
+    slots, asked = slots_of(kind), frozenset[str]().union(*(each.attributes for each in facts if is_users))
     flags = is_users, is_scripted, is_lazy, is_flat_wrapper(kind), is_plain
     return ClassFacts(names, bindings, opened, slots, scripts, *flags, attributes, asked, _identities_of(methods))
 
@@ -213,15 +216,14 @@ def functions_in(item: Any) -> Iterator[FunctionType]:
     """The function that `item` is, or those that it calls: of a property, a static method, a cache, a partial."""
     if isinstance(item, FunctionType):
         yield item
-    elif isinstance(item, property):
-        for function in (item.fget, item.fset, item.fdel):
-            yield from functions_in(function)
-    elif isinstance(item, (functools.cached_property, functools.partial, functools.partialmethod)):
+    elif isinstance(item, functools.partial):
         yield from functions_in(item.func)
-    elif isinstance(item, (staticmethod, classmethod)):
-        yield from functions_in(item.__func__)
     elif isinstance(item, CACHED):
         yield from functions_in(item.__wrapped__)
+    else:
+        for member in _members_of(item):
+            if member is not item:
+                yield from functions_in(member)
 
 
 def called_members(kind: type, asked: frozenset[str], *, is_named: bool) -> Iterator[tuple[str, Any]]:
@@ -285,9 +287,8 @@ def _reads(fn: FunctionType) -> Iterator[tuple[Namespace, str]]:
     """(namespace, name) of what `fn` reads at module level, also from other Python modules of the user's."""
     todo: list[tuple[Namespace, str]] = [(fn.__globals__, name) for name in _global_names(fn.__code__)]
     attributes = _attribute_names(fn.__code__)
-    for module in _imported(fn):
-        if module is not None:
-            todo += names_in_module(module, attributes)
+    for module in filter(None, map(sys.modules.get, _imported(fn))):
+        todo += names_in_module(module, attributes)
     seen: set[int] = set()
     while todo:
         namespace, name = todo.pop()
@@ -298,14 +299,11 @@ def _reads(fn: FunctionType) -> Iterator[tuple[Namespace, str]]:
             todo += names_in_module(value, attributes)
 
 
-def _imported(fn: FunctionType) -> list[ModuleType | None]:
-    """Return the Python modules that `fn` imports when it is called, None for one that is not there yet."""
-    package = fn.__globals__.get("__package__") or ""
-    found = []
-    for name, level in _imports(fn.__code__):
-        parts = package.split(".")[: len(package.split(".")) - level + 1] if level else []
-        found.append(sys.modules.get(".".join([*parts, *([name] if name else [])])))
-    return found
+def _imported(fn: FunctionType) -> list[str]:
+    """Return the names of the Python modules that `fn` imports when it is called."""
+    package = (fn.__globals__.get("__package__") or "").split(".")
+    imports = [(name, package[: len(package) - level + 1] if level else []) for name, level in _imports(fn.__code__)]
+    return [".".join(filter(None, [*parts, name])) for name, parts in imports]
 
 
 @cached

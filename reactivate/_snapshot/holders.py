@@ -26,8 +26,8 @@ from reactivate._torch.modules import dict_of_class, version_of_dict
 FACTORY = (("default_factory", vars(defaultdict)["default_factory"]),)
 """What a `defaultdict` makes values with, in the way of a slot."""
 
-LARGEST = 4096
 _FEW = 6  # items of a set, of which all orders are tried
+LARGEST = 4096
 """The number of items up to which a container is read item by item; of a larger one, only its length is."""
 
 EMPTY: Any = object()

@@ -56,7 +56,8 @@ class RewoundMoment:
         moment = self._moment
         if self._hooked:
             self._tensor_hooks = _hooks_on(self._hooked)
-            self._graded = [(leaf, leaf.grad) for leaf in filter(_IS_LEAF, self._hooked) if leaf.grad is not None]
+            leaves = filter(_IS_LEAF, self._hooked)
+            self._graded = [(leaf, gradient) for leaf in leaves if (gradient := leaf.grad) is not None]
         self._is_bare = moment.is_bare()
         if self._is_bare:
             return

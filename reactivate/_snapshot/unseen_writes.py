@@ -52,6 +52,10 @@ class ReachedCode:
         self.classes += other.classes
         self.trees += other.trees
 
+    def asked(self) -> frozenset[str]:
+        """Return the names that the functions ask objects for."""
+        return frozenset[str]().union(*(facts.attributes for facts in self.functions))
+
     def names(self) -> NamesOfWriters:
         """Return the names in all of it."""
         found = [*self.trees, *map(_names_in, self.classes)]

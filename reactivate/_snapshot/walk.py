@@ -118,7 +118,7 @@ class Walk:
         looked_at = 0
         while self._bindings or looked_at < len(self.code.classes) + len(self.code.functions):
             looked_at = len(self.code.classes) + len(self.code.functions)
-            asked = SPECIAL_METHODS.union(self.asked, *(facts.attributes for facts in self.code.functions))
+            asked = SPECIAL_METHODS | self.asked | self.code.asked() if self.code.classes else SPECIAL_METHODS
             for kind in filterfalse(is_installed, self.code.classes):
                 for name, member in called_members(kind, asked, is_named=kind in self._named):
                     self.look(member, f"{kind.__name__}.{name}", DEPTH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import os
@@ -19,6 +20,7 @@ from state_programs import Program, Programs, Wrap, backward, check_program, cur
 from torch import Tensor, nn
 
 import reactivate
+from reactivate._snapshot.facts import facts_of, find_facts
 
 PROGRAMS = Programs()
 right = PROGRAMS.right
@@ -144,6 +146,40 @@ def singleton_by_a_metaclass(wrap: Wrap) -> Any:
             return self.number
 
     return trained(wrap, lambda x, step: curve(x, Meter().tick() if step > 3 else 1)), Meter().number
+
+
+@right
+def module_that_comes_after_the_first_calls(wrap: Wrap) -> Any:
+    helper = sys.modules.pop("helper_of_idioms")
+
+    def forward(x: Tensor, step: int) -> Tensor:
+        if step < 4:
+            return curve(x, 1)
+        import helper_of_idioms as imported  # type: ignore[import-not-found]
+
+        return curve(x, imported.tick())
+
+    checkpointed, found = wrap(forward), []
+    for step in range(STEPS):
+        if step == 4:
+            exec(HELPER, vars(helper))
+            sys.modules["helper_of_idioms"] = helper
+        x = leaf(4)
+        backward(checkpointed(x, step))
+        found.append(x.grad)
+    return found, helper.number  # type: ignore[attr-defined]
+
+
+def test_facts_of_a_function_are_kept_though_it_may_import_what_is_not_there() -> None:
+    """As one with an optional package: to find them takes longer than a call."""
+    assert find_facts(imports_what_is_not_there) is facts_of(imports_what_is_not_there)
+    assert facts_of(imports_what_is_not_there).awaited == ("no_such_package",)
+
+
+def imports_what_is_not_there(x: Tensor) -> Tensor:
+    with contextlib.suppress(ImportError):
+        import no_such_package  # type: ignore[import-not-found]  # noqa: F401
+    return x.sin()
 
 
 def counts_by(wrap: Wrap, tick: Any, read: Any) -> Any:
