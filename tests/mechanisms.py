@@ -61,7 +61,7 @@ MECHANISMS: dict[str, list[tuple[Any, str, Any]]] = {
     "larger-tensors": [(GroupCopy, "put", _nothing), (Shadow, "put", _nothing)],
     "streams": [(RewoundRng, "__enter__", _nothing), (RewoundRng, "__exit__", _nothing)],
     "settings": [(Ambient, "recompute", _nothing)],
-    "hooks": [(Moment, "put_hooks", _nothing), (rewound_moment, "_put_hooks_on", _nothing)],
+    "hooks": [(Moment, "put_hooks", _nothing), (rewound_moment, "put_hooks_on", _nothing)],
     "gradients": [(Moment, "look_at_gradients", _nothing)],
 }
 """What stands in for which function, for each mechanism, so that it does nothing."""

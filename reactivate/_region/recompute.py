@@ -113,15 +113,16 @@ def _recompute(region: Region, behind: FencedRecomputation | None = None) -> Non
             _enter(unbatched(), entered)
         hide_graphs(region)
         if behind is None:
-            args, kwargs = _arguments(region, {})
-            _enter_state_of_forward(region, args, kwargs, entered)
+            memo: Memo = {}
+            args, kwargs = _arguments(region, memo)
+            _enter_state_of_forward(region, memo, entered)
             _run_again(region, args, kwargs)
         else:
             try:
                 behind.read(region, rebuild)
             except RuntimeError as error:
                 raise _in_words(region, error) from None
-            _enter_state_of_forward(region, [], {}, entered)
+            _enter_state_of_forward(region, {}, entered)
             _run_behind(region, behind)
         while entered:
             entered.pop().__exit__(None, None, None)
@@ -164,8 +165,14 @@ def _in_words(region: Region, error: RuntimeError) -> BaseException:
     return region.options.exception(errors_text.written_before_recomputation(region, error))
 
 
-def _enter_state_of_forward(region: Region, args: list[Any], kwargs: dict[str, Any], entered: list[Any]) -> None:
-    """Enter the contexts in which everything is as the forward saw it, and add each to `entered`."""
+def _enter_state_of_forward(region: Region, memo: Memo, entered: list[Any]) -> None:
+    """Enter the contexts in which everything is as the forward saw it, and add each to `entered`.
+
+    Args:
+        region: the region.
+        memo: what stands for its specs.
+        entered: the contexts.
+    """
     if is_profiling():
         _enter(torch.profiler.record_function(f"reactivate::recompute {naming.name_of(region)}"), entered)
     entered.append(STATE_LOCK.join())
@@ -183,8 +190,11 @@ def _enter_state_of_forward(region: Region, args: list[Any], kwargs: dict[str, A
                 entered.append(context)
     if region.reached is not None:
         _enter(region.reached.rewound(), entered)
-    read = map(original_of, map(_TENSOR, region.inputs)) if region.inputs else ()
-    _enter(RewoundMoment(region.moment, (*args, *kwargs.values(), *read)), entered)
+    given = list(map(memo.get, map(id, region.specs)))
+    if region.inputs:
+        given += map(original_of, map(_TENSOR, region.inputs))
+    others = (*region.args, *region.kwargs.values())  # what is a spec is no tensor
+    _enter(RewoundMoment(region.moment, given, others), entered)
     for context in late:
         _enter(context, entered)
     if region.proof is not None:

@@ -98,6 +98,7 @@ class Region:
         tokens, snapshots: what the guards said before the forward; what each keeps, in the order of `options.recomputations`.
         inputs: tensors that the recomputation reads where they are, and of which there is no copy.
         cells: what holds the closed-over tensors that are saved tensors of autograd's own.
+        specs: of all tensors that are saved tensors of autograd's own, or in a storage.
         replaced: {id of a spec: the spec to take in its place}, of arguments that the forward wrote to.
         saved: what is known of each tensor that autograd saved, in order.
         slots: references to their slots, in calls that are compared or observed, and with a policy; None in others.
@@ -127,6 +128,7 @@ class Region:
     moment: Moment
     inputs: Sequence[Input]
     cells: Sequence[Any]
+    specs: Sequence[Any]
     saved: list[Saved]
     read_again: set[int]
     script_graph: Any
@@ -174,14 +176,14 @@ class Region:
             return _call
         self.options, self.early_stop = options, options.early_stop
         self.fn, self.args, self.kwargs, self.context = fn, call.args, call.kwargs, call.context
-        self.closed_code, self.inputs, self.cells = call.closed_code, call.inputs, call.cells
+        self.closed_code, self.specs, self.inputs, self.cells = call.closed_code, call.specs, call.inputs, call.cells
         if call.is_hooked:
             self.users_hooks = users_hooks()
         self.saved, self.read_again = [], set()
         self.lock = RLock()
         self.script_graph = last_script_graph()
         tree = call.tree if options.restores_modules else None
-        self.moment = Moment(call.holders, call.tensors, call.given, tree, call.may_write_unseen)
+        self.moment = Moment(call.holders, call.tensors, call.arguments(), tree, call.may_write_unseen)
         self.identity, self.outer = enter_region()
         self.tokens = tokens = []
         try:
@@ -250,9 +252,7 @@ class Region:
         if watches:  # in the recomputation of a region around this one
             refuse_stale(tensor)
         code, saved = frame.f_code, self.saved
-        if (
-            code is FUNCTION_APPLY_CODE or code is SETTLING_CODE
-        ):  # a custom function may read what it saves as often as it wants
+        if code is FUNCTION_APPLY_CODE or code is SETTLING_CODE:  # a custom function may read it as often as it wants
             self.read_again.add(len(saved))
         saved.append((metadata_of(tensor), code, frame.f_lasti))
         return len(saved) - 1
@@ -314,7 +314,7 @@ class Region:
             if self.bits is not None:
                 written += self.bits.written()
                 self.bits = None
-        for tensor, spec, version in call.saved:
+        for tensor, spec, version in zip(call.given, call.specs, call.versions):
             if tensor._version != version:
                 written.append(self._replace(tensor, spec, version))
         if written:

@@ -91,7 +91,7 @@ class Effects:
         """Take down all that the region records."""
         self._settings = copy_context(), is_grad_enabled()
         self._guards = [(guard, guard.before(region.call)) for guard in region.options.compared]
-        read = [*(tensor for tensor, *_ in region.call.saved), *(item.tensor for item in region.inputs)]
+        read = [*region.call.given, *(item.tensor for item in region.inputs)]
         self._checks += [_of_moment(region.moment), _of_versions(read)]
         if region.reached is not None:
             self._checks.append(_of_reached(region.reached))

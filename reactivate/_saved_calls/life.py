@@ -89,7 +89,7 @@ class ForwardLog(Log):
         # Leaves that hooks around the region have moved: code may write to them before the backward reads the copies.
         # Ranks decide alike, whichever bytes a write has changed.
         self._checks_bits = call.may_write_unseen() and not self.is_distributed
-        self._moved = {id(tensor) for tensor, *_ in call.saved if tensor.is_leaf} if call.is_hooked else ()
+        self._moved = {id(tensor) for tensor in call.given if tensor.is_leaf} if call.is_hooked else ()
 
     def open(self) -> None:
         super().open()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
-from operator import itemgetter
 from types import CellType, CodeType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn import Module
 
 from reactivate._snapshot.contexts import ContextContainers
 from reactivate._snapshot.facts import facts_of_code
-from reactivate._snapshot.held import ATOMS, restored
+from reactivate._snapshot.held import ATOMS, original_of, restored
 from reactivate._snapshot.holders import AttributesHolder, CellHolder, Contents, put_cell
 from reactivate._snapshot.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
 from reactivate._snapshot.iterators import holds_iterator, is_iterator
@@ -21,8 +20,6 @@ from reactivate._snapshot.shadows import is_state
 from reactivate._snapshot.trees import Tree, is_large, is_unseen_writer, tree_under
 from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk
 from reactivate._torch.autograd import has_graph, innermost_pack_hook, is_of_checkpointing, save_tensor
-
-_first = itemgetter(0)
 
 Store = Callable[[Tensor, str], Any]
 """Hands a tensor that an op has computed, at a place, to the storage for inputs; None if the tensor stays where it is."""
@@ -72,8 +69,8 @@ class Call(Walk):
     Attributes:
         fn: the function.
         args, kwargs: the specs of its arguments; see `inputs`.
-        saved: (tensor, its spec, version) of the tensors that autograd keeps.
-        given: the tensors of `saved`, in which the arguments come first.
+        given: the tensors that autograd keeps, or a storage: first those among the arguments.
+        specs, versions: theirs.
         cells: what holds the closed-over tensors among these.
         is_hooked: whether there are saved-tensor hooks around the region.
         context: the context variables, with nothing in the place of containers of which copies are made.
@@ -99,7 +96,9 @@ class Call(Walk):
     ) -> None:
         super().__init__()
         self.fn = fn
-        self.saved: list[tuple[Tensor, Any, int]] = []
+        self.given: list[Tensor] = []
+        self.specs: list[Any] = []
+        self.versions: list[int] = []
         pack = innermost_pack_hook()
         self.is_hooked = pack is not None
         self._store = None if store is None or is_of_checkpointing(pack) else store
@@ -128,9 +127,7 @@ class Call(Walk):
         for index, item in enumerate(args):
             # As mostly; what `_argument` would do, without its calls.
             if type(item) is Tensor and item.requires_grad and is_plain and id(item) not in specs:
-                spec = specs[id(item)] = save_tensor(item, False)
-                self.saved.append((item, spec, item._version))
-                captured.append(spec)
+                captured.append(self._keep(item, save_tensor(item, False)))
             else:
                 captured.append(item if type(item) in ATOMS else self._argument(item, f"args[{index}]"))
         self.kwargs = (
@@ -143,12 +140,10 @@ class Call(Walk):
             context = self.context = copy_context()
             if context and not ATOMS.issuperset(map(type, context.values())):
                 containers = self._look_at_context(context)
-        self.given = list(map(_first, self.saved))
         tensors = self.reached() if self.inputs or self.tensors else self.given
         if any(map(vars, tensors)):
             self.holders.append(AttributesHolder(tensors))
             self.look_at_attributes(tensors)
-            self.given = list(map(_first, self.saved))
         if self.roots:
             self.is_large = for_region and not self.has_compiled and any(map(is_large, self.roots))
             if not self.is_large:
@@ -174,6 +169,10 @@ class Call(Walk):
             self.finish()
         return containers
 
+    def arguments(self) -> list[Tensor]:
+        """Return the tensors that the function is called with, or finds in what it is called with: first those of `given`."""
+        return [*self.given, *(original_of(item.tensor) for item in self.inputs)] if self.inputs else self.given
+
     @property
     def modules(self) -> Sequence[Module]:
         """Every module that the function can reach, each once; none if there are too many."""
@@ -191,7 +190,7 @@ class Call(Walk):
         return self.code.may_write_unseen()
 
     def reached(self) -> list[Tensor]:
-        return [*(tensor for tensor, *_ in self.saved), *super().reached()]
+        return [*self.given, *super().reached()]
 
     def spec_of(self, value: Any) -> Any:
         """Return the spec that a value got in this walk."""
@@ -230,11 +229,18 @@ class Call(Walk):
         spec: Any = tensor
         if (self.is_hooked or tensor.requires_grad) and not is_state(tensor):
             spec = self._stored(tensor, place) or (SavedInput(tensor) if self.is_hooked else save_tensor(tensor, False))
-        self.seen[id(tensor)] = spec
         if spec is not tensor:
-            self.saved.append((tensor, spec, tensor._version))
-        else:
-            self.tensor(tensor, place)
+            return self._keep(tensor, spec)
+        self.seen[id(tensor)] = tensor
+        self.tensor(tensor, place)
+        return tensor
+
+    def _keep(self, tensor: Tensor, spec: Any) -> Any:
+        """Note the spec of a tensor, and return it."""
+        self.seen[id(tensor)] = spec
+        self.given.append(tensor)
+        self.specs.append(spec)
+        self.versions.append(tensor._version)
         return spec
 
     def _stored(self, tensor: Tensor, place: str) -> Any:
@@ -246,8 +252,7 @@ class Call(Walk):
             return
         spec = self.seen.get(id(tensor))
         if spec is None:
-            spec = self.seen[id(tensor)] = self._stored(tensor, place) or SavedInput(tensor)
-            self.saved.append((tensor, spec, tensor._version))
+            spec = self._keep(tensor, self._stored(tensor, place) or SavedInput(tensor))
         holder = CellTensorHolder(cell, spec)
         self.holders.append(holder)
         self.cells += (holder,)

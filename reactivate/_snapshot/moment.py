@@ -22,6 +22,7 @@ from reactivate._snapshot.module_walk import attributes_of_tensors
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.shadows import UNINITIALIZED, written_before
 from reactivate._snapshot.steps import fused_steps, is_stepped_since, steps_so_far
+from reactivate._snapshot.tensor_hooks import Hooks, hooks_on
 from reactivate._snapshot.tensor_states import NO_TENSORS, TensorStates, version_of
 from reactivate._snapshot.trees import Tree
 from reactivate._torch.modes import copy_unseen
@@ -42,7 +43,8 @@ class Moment:
     Args:
         holders: objects whose contents count.
         tensors: tensors that are state.
-        arguments: tensors that the region is called with: their hooks and gradients count.
+        arguments: tensors that the region is called with, or finds in what it is called with: their hooks and gradients
+            count.
         tree: modules, if there are any.
         may_write_unseen: returns whether the region may write to tensors without a new version.
 
@@ -55,6 +57,7 @@ class Moment:
         addresses: where the elements of each parameter were.
         hooks, hook_copies: the dicts of hooks, and those with the Python attributes of tensors; what they held, None where
             all were empty.
+        tensor_hooks: on the arguments, and behind these on the parameters.
         protocols: (a module with a state protocol, its state).
         accumulated: (leaf, a copy of its gradient before the forward) where the forward itself changed the gradient.
         unknown: those gradients of which there is no copy, with their versions.
@@ -74,6 +77,7 @@ class Moment:
     differentiable: Sequence[bool] = ()
     hooks: Sequence[Any] = ()
     hook_copies: list[Contents] | None = None
+    tensor_hooks: Hooks = ()
     accumulated: Sequence[tuple[Tensor, Tensor | None]] = ()
     unknown: Sequence[tuple[Tensor, int]] = ()
     _leaves: Sequence[Tensor] = ()
@@ -97,6 +101,8 @@ class Moment:
             leaves += filter(_IS_LEAF, self._note_tensors(tensors, tree, may_write_unseen))
         elif any(self.hooks):
             self._look_at_hooks((), ())
+        if arguments or self.parameters:
+            self.tensor_hooks = hooks_on([*arguments, *self.parameters])
         if leaves:
             self._leaves = leaves
             self._gradients: Sequence[Tensor | None] = list(map(_GRADIENT, leaves))

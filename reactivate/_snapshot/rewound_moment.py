@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any
 
@@ -15,11 +14,11 @@ from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.rewound_tensors import RewoundTensors
 from reactivate._snapshot.state_lock import STATE_LOCK
+from reactivate._snapshot.tensor_hooks import Hooks, are_same_hooks, hooks_on, put_hooks_on
 from reactivate._snapshot.tensor_states import NO_TENSORS
 from reactivate._torch.modes import copy_unseen, run_unseen
 
-_REQUIRES_GRAD, _IS_LEAF = attrgetter("requires_grad"), attrgetter("is_leaf")
-_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # dicts, or None
+_REQUIRES_GRAD, _IS_LEAF, _GRADIENT = map(attrgetter, ("requires_grad", "is_leaf", "grad"))
 _is_tensor = Tensor.__instancecheck__  # `isinstance` as a function of one argument
 _UNCHANGED: Any = object()
 
@@ -29,8 +28,10 @@ class RewoundMoment:
 
     Args:
         moment: what they were.
-        arguments: what the recomputation is called with, and what it reads where it is: what it hooks on tensors among
-            these is taken away again, and gradients that it clears are put back.
+        arguments: what stands for the moment's arguments in the recomputation, in their order; None for what is gone.
+        others: what else it is called with.
+
+    What the recomputation hooks on tensors among these is taken away again, and gradients that it clears are put back.
     """
 
     _tensors: RewoundTensors | None = None
@@ -43,22 +44,30 @@ class RewoundMoment:
     _others: Sequence[int] = ()  # the numbers of objects that hold something else than at the moment
     _contents: Mapping[int, Any] = MappingProxyType({})  # what these held, by their numbers
     _hook_copies: Any = _UNCHANGED
-    _tensor_hooks: list[Any] | None = None
-    _graded: Sequence[tuple[Tensor, Tensor]] = ()
+    _wanted_hooks: Hooks = ()
+    _tensor_hooks: Hooks = ()
+    _are_tensor_hooks_other = False
+    _leaves: Sequence[Tensor] = ()
+    _graded: Sequence[Tensor | None] = ()  # their gradients
 
-    def __init__(self, moment: Moment, arguments: Iterable[Any] = ()) -> None:
+    def __init__(self, moment: Moment, arguments: Iterable[Any] = (), others: Iterable[Any] = ()) -> None:
         self._moment = moment
         if moment.states is not NO_TENSORS:
             self._tensors = RewoundTensors(moment.states)
-        self._hooked: Sequence[Tensor] = [*filter(_is_tensor, arguments), *moment.parameters]
+        found = [*arguments, *moment.parameters, *others]
+        self._hooked: Sequence[Tensor] = list(filter(_is_tensor, found))
+        if moment.tensor_hooks:
+            self._wanted_hooks = [hooks for item, hooks in zip(found, moment.tensor_hooks) if _is_tensor(item)]
 
     def __enter__(self) -> None:
         moment = self._moment
         if self._hooked:
-            self._tensor_hooks = _hooks_on(self._hooked)
-            leaves = filter(_IS_LEAF, self._hooked)
-            self._graded = [(leaf, gradient) for leaf in leaves if (gradient := leaf.grad) is not None]
-        self._is_bare = moment.is_bare()
+            self._tensor_hooks = hooks_on(self._hooked)
+            self._leaves = list(filter(_IS_LEAF, self._hooked))
+            self._graded = list(map(_GRADIENT, self._leaves))
+        if self._tensor_hooks or self._wanted_hooks:
+            self._are_tensor_hooks_other = not are_same_hooks(self._tensor_hooks, self._wanted_hooks)
+        self._is_bare = moment.is_bare() and not self._are_tensor_hooks_other
         if self._is_bare:
             return
         if moment.protocols:
@@ -82,7 +91,8 @@ class RewoundMoment:
             if not holder.is_at(contents)
         ]
         self._are_hooks_other = not moment.are_hooks_current(moment.hook_copies)
-        is_shared = self._are_hooks_other or any(moment.holders[index].is_shared for index in self._others)
+        is_shared = self._are_hooks_other or self._are_tensor_hooks_other
+        is_shared |= any(moment.holders[index].is_shared for index in self._others)
         if moment.parts is not None:
             is_shared |= self._do_modules_differ(moment.parts)
         if self._tensors is not None:
@@ -106,6 +116,8 @@ class RewoundMoment:
         if self._are_hooks_other:
             self._hook_copies = [(*item, *item.values()) for item in moment.hooks]
             moment.put_hooks(moment.hook_copies)
+        if self._are_tensor_hooks_other:
+            put_hooks_on(self._hooked, self._wanted_hooks)
         if self._others:
             self._put_contents()
         if self._tensors is not None:
@@ -162,10 +174,11 @@ class RewoundMoment:
 
     def _put_back_what_tensors_have(self) -> None:
         """Put back the hooks on tensors, and the gradients that have been cleared: others may have been added to since."""
-        _put_hooks_on(self._hooked, self._tensor_hooks)
-        for leaf, gradient in self._graded:
-            if leaf.grad is None:
-                leaf.grad = gradient
+        put_hooks_on(self._hooked, self._tensor_hooks)
+        if not all(map(is_, map(_GRADIENT, self._leaves), self._graded)):
+            for leaf, gradient in zip(self._leaves, self._graded):
+                if leaf.grad is None:
+                    leaf.grad = gradient
 
     def _put_back_contents(self) -> None:
         moment = self._moment
@@ -174,22 +187,6 @@ class RewoundMoment:
             holder, contents = moment.holders[index], self._contents.get(index, moment.contents[index])
             if not holder.is_at(contents):
                 holder.put(contents)
-
-
-def _hooks_on(tensors: Sequence[Tensor]) -> list[Any] | None:
-    """Copy the hooks on tensors, None if there are none: what a recomputation registers goes, so that each fires once."""
-    if any(map(any, map(_HOOKS, tensors))):
-        return [None if item is None else dict(item) for item in chain.from_iterable(map(_HOOKS, tensors))]
-    return None
-
-
-def _put_hooks_on(tensors: Sequence[Tensor], before: list[Any] | None) -> None:
-    if before is not None or any(map(any, map(_HOOKS, tensors))):
-        hooks = list(chain.from_iterable(map(_HOOKS, tensors)))
-        for now, hooked in zip(hooks, before or [None] * len(hooks)):
-            if now is not None and dict(now) != (hooked or {}):
-                now.clear()
-                now.update(hooked or {})
 
 
 def _set_all(moment: Moment, kinds: Sequence[type], differentiable: Sequence[bool]) -> None:

@@ -28,7 +28,7 @@ class RewoundTensors:
     _small: SmallCopy | None = None
     _is_small_same = True
     _is_rewound = False
-    _memory: Sequence[tuple[int | None, int | None]] = ()
+    _memory: dict[int | None, int] | None = None  # what the table held, once this has added to it
     # Of tensors that are not small:
     _present: Sequence[GroupCopy] = ()
     _previous: Sequence[tuple[Tensor, Shadow | None]] = ()
@@ -97,7 +97,7 @@ class RewoundTensors:
             tensors, versions = [tensors[index] for index in rewound], [versions[index] for index in rewound]
         are_small = state.small is not None and state.small.tensors is tensors
         keys = [item.untyped_storage()._cdata for item in tensors] if are_small else list(map(memory_of, tensors))
-        self._memory = list(zip(keys, map(rewound_memory.get, keys)))
+        self._memory = rewound_memory.copy()
         rewound_memory.update(zip(keys, versions))
         rewound_memory.pop(None, None)
 
@@ -127,11 +127,9 @@ class RewoundTensors:
             set_versions(tensors, versions)
 
     def __exit__(self, *error: object) -> None:
-        for key, before in self._memory:
-            if before is None:
-                rewound_memory.pop(key, None)
-            else:
-                rewound_memory[key] = before
+        if self._memory is not None:
+            rewound_memory.clear()
+            rewound_memory.update(self._memory)
         count = len(self._state.shadows)
         if self._is_rewound or (count and versions_of(self._state.tensors[:count]) != self._versions[:count]):
             run_unseen(self._put_back)

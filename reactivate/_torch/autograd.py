@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
@@ -273,6 +274,13 @@ def hook_backward(result: Any, alias: Any, hooks: dict[int, Any]) -> None:
     alias._backward_hooks = hooks
     result.grad_fn._register_hook_dict(alias)
     alias._backward_hooks = None
+
+
+def give_hooks(tensor: Any, hooks: dict[int, Any]) -> None:
+    """Give a tensor that has no hooks yet these ones, as `Tensor.register_hook` does one at a time."""
+    tensor._backward_hooks = OrderedDict(hooks)
+    if tensor.grad_fn is not None:
+        tensor.grad_fn._register_hook_dict(tensor)
 
 
 # -- saved tensors outside of any node: inputs of regions are kept in these, so that hooks around a region see them and

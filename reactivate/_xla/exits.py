@@ -53,7 +53,7 @@ def through_exit(region: Any, result: Any, call: Any) -> Any:
     Not what the caller has already, an argument or a view of one, and not what another output was computed from: it is a
     place inside of the region, where a backward may begin or end. Takes down what a recomputation behind the fence needs.
     """
-    found = (*(item[0] for item in call.saved), *tensors_in(call.args, call.kwargs))
+    found = (*call.given, *tensors_in(call.args, call.kwargs))
     given = list({id(tensor): tensor for tensor in found}.values())
     known = fences()
     kinds = (item.device.type for item in chain(given, tensors_of(call.modules), tensors_in((result,), {})))

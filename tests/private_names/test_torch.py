@@ -1053,6 +1053,15 @@ def a_result_is_handed_back_as_that_of_an_op() -> None:
         given.sum().backward()
 
 
+@needs("give_hooks")
+def hooks_that_are_given_to_a_tensor_are_called() -> None:
+    for tensor in (torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True) * 1):
+        room.give_hooks(tensor, {0: lambda gradient: gradient * 3})
+        (gradient,) = torch.autograd.grad((tensor * 2).sum(), tensor)
+        assert torch.equal(gradient, torch.full((2,), 6.0))
+        assert list(tensor._backward_hooks or ()) == [0]
+
+
 @needs("hook_backward")
 def a_backward_that_goes_through_a_result_calls_what_is_in_a_dict_by_then() -> None:
     seen: list[Any] = []

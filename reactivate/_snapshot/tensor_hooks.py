@@ -1,0 +1,49 @@
+"""Hooks on tensors: a recomputation has those that its forward began with, and what it registers goes when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, repeat
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from reactivate._torch.autograd import give_hooks
+
+Hooks = Sequence[tuple[dict[int, Any], ...]]
+"""Copies of the dicts of each tensor's hooks; shorter than the tensors where there are none from some on."""
+
+_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")  # dicts, or None
+_NONE: tuple[dict[int, Any], ...] = ({}, {})
+
+
+def hooks_on(tensors: Sequence[Tensor]) -> Hooks:
+    """Copy the hooks on tensors: () if there are none, as mostly."""
+    if any(map(any, map(_HOOKS, tensors))):
+        return [tuple(dict(item or ()) for item in pair) for pair in map(_HOOKS, tensors)]
+    return ()
+
+
+def are_same_hooks(hooks: Hooks, others: Hooks) -> bool:
+    """Return whether these are the same hooks on the same tensors."""
+    count = max(len(hooks), len(others))
+    return all(one == other for one, other, _ in zip(_endless(hooks), _endless(others), range(count)))
+
+
+def put_hooks_on(tensors: Sequence[Tensor], hooks: Hooks) -> None:
+    """Let the tensors have these hooks, and no others."""
+    if not (hooks or any(map(any, map(_HOOKS, tensors)))):
+        return
+    for tensor, pair in zip(tensors, _endless(hooks)):
+        now, wanted = _HOOKS(tensor), pair[0]
+        if now[0] is None and wanted:  # the tensor stands in for the one that had them
+            give_hooks(tensor, wanted)
+        for present, noted in zip(now, pair):
+            if present is not None and dict(present) != noted:
+                present.clear()
+                present.update(noted)
+
+
+def _endless(hooks: Hooks) -> chain[tuple[dict[int, Any], ...]]:
+    return chain(hooks, repeat(_NONE))
