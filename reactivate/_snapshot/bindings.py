@@ -16,7 +16,7 @@ from weakref import ref
 
 from reactivate._snapshot.caches import is_importable
 from reactivate._snapshot.held import ATOMS
-from reactivate._snapshot.holders import EMPTY, Contents, Holder
+from reactivate._snapshot.holders import EMPTY, AttributesHolder, Contents, Holder
 
 Namespace = dict[str, Any]
 Names = tuple[tuple[Namespace, str], ...]
@@ -24,7 +24,7 @@ Names = tuple[tuple[Namespace, str], ...]
 CACHED = type(functools.cache(len))
 """The class of functions whose results are cached."""
 
-_CODE = attrgetter("__code__")
+_CODE, _ATTRIBUTES = attrgetter("__code__"), attrgetter("__dict__")
 _DEFAULTS = attrgetter("__defaults__")
 _FIXED = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _OPEN = attrgetter("__closure__", "__kwdefaults__", "__dict__")
@@ -89,24 +89,29 @@ class CodeHolder(Holder):
 
     Attributes:
         functions: these functions.
+        open, closed: those that led to something when this was made, and those that did not, and may get attributes.
     """
 
-    __slots__ = ("functions",)
+    __slots__ = ("closed", "functions", "open")
     name = "the functions that code names"
 
     def __init__(self, target: Sequence[Bindings]) -> None:
         self.functions = [fn for bindings in target for fn in bindings.functions_in(bindings.values())]
+        self.open = [] if are_closed(self.functions) else [fn for fn in self.functions if not are_closed([fn])]
+        self.closed = [fn for fn in self.functions if fn not in self.open] if self.open else self.functions
         self.target = target
 
     def get(self) -> Contents:
         values = chain.from_iterable([bindings.values() for bindings in self.target])
-        return (*values, *chain.from_iterable(map(_FIXED, self.functions)))
+        attributes = AttributesHolder(self.closed).get() if any(map(_ATTRIBUTES, self.closed)) else ()
+        return (*values, *chain.from_iterable(map(_FIXED, self.functions)), *attributes)
 
     def record(self) -> Contents:
         return self.get()
 
     def is_at(self, contents: Contents) -> bool:
-        return all(map(is_, self.get(), contents))
+        now = self.get()
+        return len(now) == len(contents) and all(map(is_, now, contents))
 
     def put(self, contents: Contents) -> None:
         items = iter(contents)
@@ -118,6 +123,7 @@ class CodeHolder(Holder):
                 namespace[name] = value
         for fn in self.functions:
             fn.__code__, fn.__defaults__, fn.__kwdefaults__ = next(items), next(items), next(items)
+        AttributesHolder(self.closed).put([*items])
 
     def kept_with(self, contents: Contents) -> Iterable[Any] | None:
         if not all(is_importable(namespace) for bindings in self.target for namespace, _ in bindings.names):

@@ -25,7 +25,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from reactivate._snapshot import holders as holding
-from reactivate._snapshot.bindings import Bindings, CodeHolder, are_closed
+from reactivate._snapshot.bindings import Bindings, CodeHolder
 from reactivate._snapshot.byte_holders import ArrayHolder, BytesHolder, NumbersHolder, StreamHolder, length_of_stream
 from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.facts import Facts, called_members, current_facts, facts_of, names_in_module
@@ -129,10 +129,9 @@ class Walk:
             holder = CodeHolder(self._bindings)
             self._bindings = ()
             self.holders.append(holder)
-            if not are_closed(holder.functions):
-                for fn in holder.functions:
-                    if id(fn) not in self.seen and not are_closed([fn]):
-                        self._made_of(fn, fn.__name__, DEPTH)
+            for fn in holder.open:
+                if id(fn) not in self.seen:
+                    self._made_of(fn, fn.__name__, DEPTH)
 
     def tensor(self, tensor: Tensor, place: str) -> None:
         """Note a tensor: as state, or as one that is read where it is."""
