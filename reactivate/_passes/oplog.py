@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._passes.places import CodeLocation, line_of, user_frame_inside
 from reactivate._torch.modes import STAND_INS, dispatch_modes, replace_dispatch_modes, run_unseen
-from reactivate._torch.ops import call_counted, is_view, leaves_at_op
+from reactivate._torch.ops import call_counted, is_view, leaves_at_op, written_arguments
 from reactivate._xla.fence import fences
 
 # Their results are whatever was in memory. `copy.deepcopy` of a tensor calls `set_` before it copies.
@@ -97,9 +97,12 @@ class OpLog(TorchDispatchMode):
         _run_recorded((args, kwargs))  # otherwise they would be in the op's program
         result = call_counted(func, args, kwargs)
         if not _is_left_out(func, args):
-            self.ops.append(LoggedOp(str(func), _results_unseen(result, func), _caller()))
-            if self._check is not None:
-                self._check(self.ops)
+            results = _results_unseen(result, func)
+            # What computes no tensor and writes to none is a question, to a nested tensor say, and may be asked in one pass.
+            if results or written_arguments(func):
+                self.ops.append(LoggedOp(str(func), results, _caller()))
+                if self._check is not None:
+                    self._check(self.ops)
         return result
 
 

@@ -22,6 +22,7 @@ from reactivate._snapshot.held import WeakTensor
 from reactivate._snapshot.inputs import WrittenInput
 from reactivate._snapshot.shadows import note_written
 from reactivate._snapshot.tensor_states import version_of
+from reactivate._torch.modes import run_unseen
 from reactivate._torch.ops import call_counted, flatten
 from reactivate._types import Unrestored
 
@@ -85,7 +86,8 @@ def _tensor_of(item: Any) -> Any:
 
 def _checksums(result: Any) -> list[Any]:
     return [
-        (leaf.shape, leaf.dtype, checksum(leaf)) if isinstance(leaf, Tensor) else None for leaf in flatten(result)[0]
+        (leaf.shape, leaf.dtype, run_unseen(checksum, leaf)) if isinstance(leaf, Tensor) else None
+        for leaf in flatten(result)[0]
     ]
 
 

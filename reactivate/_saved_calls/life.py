@@ -42,6 +42,7 @@ from reactivate._torch.autograd import (
     base_of,
     hook_backward,
     innermost_pack_hook,
+    is_forward_mode_active,
     next_node_number,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
@@ -53,6 +54,7 @@ from reactivate._torch.ops import arrived, tensors_in
 from reactivate._types import DEVICE, Save
 
 _IN_TRANSFORM = "a transform of torch.func inside of the region is around it"
+_IN_FORWARD_MODE = "it runs where forward-mode derivatives are computed, which what is kept would lack"
 _IN_INFERENCE = "it runs in inference mode"
 _OF_INFERENCE = "it returns a tensor that was made in inference mode"
 _OF_SUBCLASS = "it returns a tensor of a subclass without `__torch_dispatch__`, which would come back without its class"
@@ -303,6 +305,8 @@ def _why_not_saved() -> str | None:
     """Return why autograd saves nothing that could be kept of a call that begins now, None if it may."""
     if current_transform() is not None and name_of_transform() is not None:
         return _IN_TRANSFORM
+    if is_forward_mode_active():
+        return _IN_FORWARD_MODE
     return _IN_INFERENCE if is_inference_mode_enabled() else None
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from reactivate._torch.private_api import find, is_missing, resolve_private
@@ -174,7 +175,7 @@ def copy_unseen(tensor: Tensor) -> Tensor:
     if not is_dispatch_mode_active() and not _count_function_modes():
         return (tensor.detach() if tensor.requires_grad else tensor).clone()
     with without_function_modes():
-        if type(tensor) is not Tensor or _machinery(_KEYS.PROXY):
+        if type(tensor) not in (Tensor, Parameter) or _machinery(_KEYS.PROXY):
             return tensor.detach().clone()
         with _disable_current_modes():
             return tensor.detach().clone()

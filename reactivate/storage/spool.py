@@ -217,10 +217,10 @@ class Spool(Mover):
         self._threads: ThreadPoolExecutor | None = None
 
     def reason_to_stay(self, tensor: Tensor) -> str | None:
-        device = tensor.device
-        if device.type != "cpu" and not isinstance(tensor, FakeTensor) and is_capturing(device):
+        reason, device = super().reason_to_stay(tensor), tensor.device
+        if reason is None and device.type != "cpu" and not isinstance(tensor, FakeTensor) and is_capturing(device):
             return "a graph of the device is being captured"
-        return super().reason_to_stay(tensor)
+        return reason
 
     def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
         series = self.order.series(run.device)

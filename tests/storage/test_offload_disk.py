@@ -469,3 +469,18 @@ def test_jagged_tensors(determinism: str, policy: str | None, tmp_path: Path) ->
     options = {"policy": saved, "inputs": storage, "check": determinism}
     assert same(run(lambda fn: reactivate.checkpoint(fn, **options)), run(lambda fn: fn))
     assert storage.traffic.loaded_bytes > 0
+
+
+def test_results_without_memory_stay(tmp_path: Path) -> None:
+    """A probe on the meta device computes nothing but shapes."""
+    linear, storage = nn.Linear(4, 4), Disk(tmp_path, least_bytes=0, last=0)
+
+    def forward(x: Tensor) -> Tensor:
+        shape = torch.matmul(torch.empty(3, 4, device="meta"), torch.empty(4, 4, device="meta")).shape
+        return linear(x).view(shape).sin()
+
+    checkpointed = reactivate.checkpoint(forward, policy=policies.save_ops("matmul", storage=storage))
+    x = torch.ones(3, 4)
+    (plain,) = torch.autograd.grad(forward(x).sum(), linear.weight)
+    (ours,) = torch.autograd.grad(checkpointed(x).sum(), linear.weight)
+    assert torch.equal(plain, ours)

@@ -1,0 +1,41 @@
+"""`check="every"`: what is in one pass only, and is no fault of the function, is not compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from state_programs import Program, Wrap, check_program
+from torch import Tensor, nn
+
+
+def nested_tensor(wrap: Wrap) -> Any:
+    """A jagged tensor is asked for its sizes and its layout, in one pass more often than in the other."""
+    linear, found = nn.Linear(4, 4), []
+    checkpointed = wrap(lambda nested: linear(nested).tanh() * nested, check="every")
+    for _ in range(3):
+        parts = [torch.randn(2, 4), torch.randn(3, 4)]
+        nested = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+        linear.zero_grad()
+        checkpointed(nested).values().square().sum().backward()
+        found.append(linear.weight.grad)
+    return found
+
+
+def spectral_norm_twice(wrap: Wrap) -> Any:
+    """A discriminator of real and of generated data: of the vectors that the second call moves, the first keeps copies."""
+    norm: Any = nn.utils.spectral_norm
+    critic = nn.Sequential(norm(nn.Linear(4, 6)), nn.ReLU(), norm(nn.Linear(6, 1)))
+    checkpointed, found = wrap(critic, check="every"), []
+    for _ in range(3):
+        critic.zero_grad()
+        real, generated = checkpointed(torch.randn(5, 4)), checkpointed(torch.randn(5, 4))
+        (real.mean() - generated.mean()).backward()
+        found += [parameter.grad for parameter in critic.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("program", [nested_tensor, spectral_norm_twice])
+def test_program(program: Any) -> None:
+    check_program(Program(program))
