@@ -24,6 +24,18 @@ def checksum(flat: Tensor) -> Tensor:
     return bits + _mixed(rest.view(torch.uint8).long()) if len(rest) else bits
 
 
+def checksum_of(tensor: Tensor) -> Tensor:
+    """Return the checksum of the elements of a tensor, on its device."""
+    return checksum(elements_in_a_row(tensor))
+
+
+def elements_in_a_row(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor in one dimension, complex ones as pairs."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = plain.reshape(-1) if plain.is_contiguous() else plain.contiguous().reshape(-1)
+    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+
+
 def _mixed(words: Tensor) -> Tensor:
     """Return a number for these integers that depends on their order: of the sums of rows and columns of a rectangle.
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from reactivate._bits import checksum
+from reactivate._bits import checksum, checksum_of, elements_in_a_row
 from reactivate._passes.stale import comes_from_stale, watches
 from reactivate._snapshot.geometry import has_memory
 from reactivate._torch.modes import run_unseen
@@ -193,23 +193,11 @@ def _is_looked_at(tensor: Tensor) -> bool:
 def _sums_of(tensor: Tensor) -> Sums | None:
     if not _is_looked_at(tensor):
         return None
-    flat = _elements_of(tensor)
+    flat = elements_in_a_row(tensor)
     bits = checksum(flat)
     if not flat.is_floating_point():
         return Sums(bits, tensor.requires_grad, None, 0.0)
     return Sums(bits, tensor.requires_grad, _profile_of(flat), torch.finfo(flat.dtype).eps)
-
-
-def checksum_of(tensor: Tensor) -> Tensor:
-    """Return the checksum of the elements of a tensor, on its device."""
-    return checksum(_elements_of(tensor))
-
-
-def _elements_of(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor in one dimension, complex ones as pairs."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    flat = plain.reshape(-1) if plain.is_contiguous() else plain.contiguous().reshape(-1)
-    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
 
 
 def _profile_of(flat: Tensor) -> Profile:

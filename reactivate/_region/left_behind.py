@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from reactivate._passes.check import checksum_of
+from reactivate._bits import checksum_of
 from reactivate._region import errors_text
 from reactivate._region.naming import modules_of
 from reactivate._snapshot.held import ATOMS
