@@ -18,7 +18,6 @@ import torch
 from torch import Tag, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reactivate._bits import checksum_of
 from reactivate._passes.places import CodeLocation, line_of, user_frame_inside
 from reactivate._torch.modes import STAND_INS, dispatch_modes, replace_dispatch_modes, run_unseen
 from reactivate._torch.ops import call_counted, is_view, leaves_at_op, written_arguments
@@ -184,10 +183,19 @@ def _results(result: Any, op: str, has_no_values: bool) -> Iterator[tuple[torch.
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a number for the bits of a tensor; 0 where only shape and dtype are compared."""
+    """A number for the bits of `tensor`: 64 bits, exact integer arithmetic, the same on every run of one device.
+
+    Unlike `_bits.checksum` it is computed of tensors inside of transforms of torch's, too.
+    """
     dense = tensor.detach()
-    if dense.layout is not torch.strided or dense.is_meta or type(dense) is not Tensor or dense.is_quantized:
-        return 0
+    if dense.layout is not torch.strided or dense.device.type == "meta" or type(dense) is not Tensor:
+        return 0  # only its shape and dtype are compared
     if hasattr(fences().get(dense.device.type), "run"):
         dense = dense.cpu()  # under a dispatch mode, torch_xla ends the process in `view(torch.uint8)`
-    return int(checksum_of(dense)) & 0xFFFFFFFFFFFFFFFF
+    plain = dense.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    data = plain.reshape(-1).view(torch.uint8).to(torch.int64)
+    if data.numel() == 0:
+        return 0
+    place = torch.arange(1, data.numel() + 1, dtype=torch.int64, device=data.device)
+    mixed = (data + 0x9E37) * (place * 0x2545F4914F6CDD1D)  # wraps around, which is what a hash wants
+    return int((mixed ^ (mixed >> 29)).sum().item()) & 0xFFFFFFFFFFFFFFFF

@@ -152,7 +152,7 @@ class Call(Walk):
                 self.scripts += tree.scripts
                 self.is_lazy = tree.is_lazy
         if containers is not None and containers.holders:
-            modules = () if self.tree is None else {id(holder.target) for holder in self.tree.holders}
+            modules = () if self.tree is None else self.tree.targets
             containers.settle(self.context, modules, is_large=self.is_large)
 
     def _look_at_callable(self, fn: Any) -> None:

@@ -121,30 +121,33 @@ class VersionedHolder(Holder):
     Args:
         target: the object.
         items: the dict; of a subclass, which may change its order unseen, the version is not asked.
+
+    Attributes:
+        namespace: the dict, None where its version is not asked.
     """
 
     # `_last` is (version, contents) of a moment. An iterator among the items goes on without a write: such contents are
     # compared each time.
-    __slots__ = ("_dict", "_last")
+    __slots__ = ("_last", "namespace")
 
     def __init__(self, target: Any, items: Any) -> None:
         self.target = target
-        self._dict: dict[Any, Any] | None = items if type(items) is dict else None
+        self.namespace: dict[Any, Any] | None = items if type(items) is dict else None
         self._last: tuple[int, Contents] = _NEVER
 
     def record(self) -> Contents:
-        if self._dict is None:
+        if self.namespace is None:
             return super().record()
-        version, contents = version_of_dict(self._dict), self.get()
+        version, contents = version_of_dict(self.namespace), self.get()
         noted = held_all(contents)
         self._last = (version, noted) if noted is contents else _NEVER
         return noted
 
     def is_at(self, contents: Contents) -> bool:
         version, last = self._last
-        if contents is not last or self._dict is None:
+        if contents is not last or self.namespace is None:
             return super().is_at(contents)
-        now = version_of_dict(self._dict)
+        now = version_of_dict(self.namespace)
         if version != now:
             if not super().is_at(contents):
                 return False

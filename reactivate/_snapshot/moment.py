@@ -20,6 +20,7 @@ from reactivate._snapshot.holders import Contents, Holder, put_dict
 from reactivate._snapshot.inputs import Constant
 from reactivate._snapshot.module_walk import attributes_of_tensors
 from reactivate._snapshot.parts import Parts
+from reactivate._snapshot.quick_look import QuickLook
 from reactivate._snapshot.shadows import UNINITIALIZED, written_before
 from reactivate._snapshot.steps import fused_steps, is_stepped_since, steps_so_far
 from reactivate._snapshot.tensor_hooks import Hooks, hooks_on
@@ -50,6 +51,7 @@ class Moment:
 
     Attributes:
         holders, contents: the objects, and what they held, in the order in which they are rewound.
+        look: a quick look at those that the modules lead to; None where there is none.
         states: the tensors that are state, with what they held: arguments, buffers, attributes.
         parts: the attributes and registries of the modules; None without modules.
         modules, kinds: the modules, and their classes: to parametrize one is to change its class.
@@ -66,6 +68,8 @@ class Moment:
     # What is not there is not noted: most regions have little of it.
     holders: Sequence[Holder] = ()
     contents: Sequence[Contents] = ()
+    look: QuickLook | None = None
+    _looked_at = range(0)  # the numbers of those
     states: TensorStates = NO_TENSORS
     parts: Parts | None = None
     modules: Sequence[Module] = ()
@@ -142,6 +146,7 @@ class Moment:
         if tree.stateful:
             self.protocols = [(module, module.recompute_state()) for module in tree.stateful]
         if tree.holders:
+            self.look, self._looked_at = tree.look, range(len(self.holders), len(self.holders) + len(tree.holders))
             self.holders = [*self.holders, *tree.holders]
             self.contents = [*self.contents, *tree.contents]
         parameters += parts.layout.parameters(parts.entries)
@@ -191,6 +196,13 @@ class Moment:
         state = [tensor for tensor in state if not tensor.requires_grad]
         empty = [tensor for tensor in state if type(tensor) in UNINITIALIZED]
         return parameters + leaves + empty, [tensor for tensor in state if type(tensor) not in UNINITIALIZED]
+
+    def others(self) -> list[int]:
+        """Return the numbers of the objects that hold something else by now."""
+        seen = range(0) if self.look is None else self._looked_at
+        numbers = (*range(seen.start), *range(seen.stop, len(self.holders)))
+        found = [number for number in numbers if not self.holders[number].is_at(self.contents[number])]
+        return found if self.look is None else sorted([*found, *map(seen.__getitem__, self.look.others())])
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -242,6 +254,7 @@ class Moment:
         """Let objects hold constants again: what stands for each, and leaves that required no gradient."""
         if hidden:
             self.contents = [[hidden.get(id(item), item) for item in contents] for contents in self.contents]
+            self.look = None
             self.parts = None if self.parts is None else self.parts.with_others(hidden)
         if leaves:
             self.parameters = [*self.parameters, *(leaf for leaf, _ in leaves)]

@@ -85,11 +85,7 @@ class RewoundMoment:
     def _differs(self) -> bool:
         """Return whether anything is to be set back that other threads could see, and note what is there now."""
         moment = self._moment
-        self._others = [
-            index
-            for index, (holder, contents) in enumerate(zip(moment.holders, moment.contents))
-            if not holder.is_at(contents)
-        ]
+        self._others = moment.others()
         self._are_hooks_other = not moment.are_hooks_current(moment.hook_copies)
         is_shared = self._are_hooks_other or self._are_tensor_hooks_other
         is_shared |= any(moment.holders[index].is_shared for index in self._others)
@@ -183,7 +179,7 @@ class RewoundMoment:
     def _put_back_contents(self) -> None:
         moment = self._moment
         # The last first: an object that was noted twice was found rewound the second time.
-        for index in range(len(moment.holders) - 1, -1, -1):
+        for index in sorted({*self._contents, *moment.others()}, reverse=True):
             holder, contents = moment.holders[index], self._contents.get(index, moment.contents[index])
             if not holder.is_at(contents):
                 holder.put(contents)

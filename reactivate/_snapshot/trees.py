@@ -8,7 +8,7 @@ values that cannot change, and each other: what is kept holds no module and no t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from itertools import chain
 from logging import Logger
@@ -28,6 +28,7 @@ from reactivate._snapshot.held import ATOMS
 from reactivate._snapshot.holders import Contents, FunctionsHolder, Holder
 from reactivate._snapshot.module_walk import ModuleWalk
 from reactivate._snapshot.parts import Parts
+from reactivate._snapshot.quick_look import QuickLook
 from reactivate._snapshot.unseen_writes import NamesOfWriters
 from reactivate._torch.autograd import has_graph
 from reactivate._torch.modes import ask
@@ -47,6 +48,7 @@ class Tree:
         modules: every module, outermost first.
         parts: what they are made of now.
         holders: the objects whose contents count; see `record`.
+        look: a quick look at these objects, if they were there before.
         tensors: tensors in attributes, and in the objects.
         generators, scripts, is_lazy, has_wrappers: as of the walk.
         names: what code that the modules lead to names.
@@ -59,6 +61,7 @@ class Tree:
     scripted: Sequence[Module] = ()
     stateful: Sequence[Any] = ()
     tensors: Sequence[Tensor] = ()
+    look: QuickLook | None = None
     generators: tuple[Any, ...] = ()
     scripts: tuple[Any, ...] = ()
     is_lazy = has_wrappers = False
@@ -78,6 +81,11 @@ class Tree:
         self.kept: KeptTree | None = None
 
     @property
+    def targets(self) -> Collection[int]:
+        """Return the ids of the objects."""
+        return _ids_of(self.holders) if self.kept is None else self.kept.targets
+
+    @property
     def has_more(self) -> bool:
         """Return whether there is more to say of the modules than their parts and holders do."""
         return bool(self.scripts or self.generators or self.is_lazy or self.stateful or self.has_wrappers)
@@ -92,11 +100,12 @@ class KeptTree:
 
     Attributes:
         small_layout: which of the tensors that are state were small when a region began last; see `TensorStates`.
+        targets: the ids of the objects.
     """
 
     __slots__ = (
-        *("_attributes", "_children", "_contents", "_covers", "_holders", "_kinds", "_known", "_layout", "_modules"),
-        *("_names", "_nones", "_versions", "small_layout"),
+        *("_attributes", "_children", "_contents", "_covers", "_holders", "_kinds", "_known", "_layout", "_look"),
+        *("_modules", "_names", "_nones", "_versions", "small_layout", "targets"),
     )
 
     def __init__(self, tree: Tree, known: dict[int, Any], forget: Any) -> None:
@@ -104,6 +113,8 @@ class KeptTree:
         self._modules = [ref(module, forget) for module in tree.modules]
         self._kinds = list(map(type, tree.modules))
         self._layout, self._holders, self._contents = parts.layout, tree.holders, tree.contents
+        self._look: QuickLook | None = None
+        self.targets = _ids_of(tree.holders)
         self._nones = [entry is None for entry in parts.entries]
         self._children = list(map(id, parts.layout.children(parts.entries)))  # they live, or the tree is forgotten
         self._known = known  # objects that attributes and objects hold, which lead nowhere else, by their ids
@@ -130,6 +141,7 @@ class KeptTree:
             return None
         tree = Tree.__new__(Tree)
         tree.modules, tree.parts, tree.holders, tree.contents = modules, parts, self._holders, self._contents
+        tree.look = self._look
         if self._attributes is None:
             tree.tensors = [item for item in parts.attributes if isinstance(item, Tensor) and not has_graph(item)]
             parts.hold()
@@ -175,8 +187,13 @@ class KeptTree:
         return True
 
     def _are_contents_alike(self) -> bool:
-        changed = [index for index, holder in enumerate(self._holders) if not holder.is_at(self._contents[index])]
+        if self._look is not None:
+            changed = self._look.others()
+        else:
+            changed = [index for index, holder in enumerate(self._holders) if not holder.is_at(self._contents[index])]
+            self._look = None if changed else QuickLook(self._holders, self._contents)
         if changed:
+            self._look = None
             contents = [*self._contents]
             for index in changed:
                 contents[index] = self._holders[index].record()
@@ -184,6 +201,10 @@ class KeptTree:
                     return False
             self._contents = contents
         return True
+
+
+def _ids_of(holders: Iterable[Holder]) -> frozenset[int]:
+    return frozenset(id(holder.target) for holder in holders)
 
 
 def _is_plain_tensor(item: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from state_programs import Program, Wrap, check_program
-from torch import Tensor, nn
+from torch import nn
 
 
 def nested_tensor(wrap: Wrap) -> Any:
