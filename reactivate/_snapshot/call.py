@@ -84,6 +84,7 @@ class Call(Walk):
     cells: tuple[CellTensorHolder, ...] = ()
     is_large = False
     closed_code: CodeType | None = None
+    _may_write: bool | None = None
 
     def __init__(
         self,
@@ -180,14 +181,12 @@ class Call(Walk):
 
     def may_write_unseen(self) -> bool:
         """Return whether code that was found may write to tensors without a new version."""
-        if self.is_large and any(map(is_unseen_writer, self.roots)):
-            return True
-        return self.code.may_write_unseen() or (self.tree is not None and self._may_tree())
-
-    def _may_tree(self) -> bool:
-        assert self.tree is not None
-        self.code.trees += (self.tree.names(),)
-        return self.code.may_write_unseen()
+        if self._may_write is None:
+            if self.tree is not None:
+                self.code.trees += (self.tree.names(),)
+            is_writer = self.is_large and any(map(is_unseen_writer, self.roots))
+            self._may_write = is_writer or self.code.may_write_unseen()
+        return self._may_write
 
     def reached(self) -> list[Tensor]:
         return [*self.given, *super().reached()]

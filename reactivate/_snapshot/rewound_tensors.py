@@ -27,6 +27,7 @@ class RewoundTensors:
 
     _small: SmallCopy | None = None
     _is_small_same = True
+    _may_differ: bool | None = None  # those that are not small; None before a look
     _is_rewound = False
     _memory: dict[int | None, int] | None = None  # what the table held, once this has added to it
     # Of tensors that are not small:
@@ -44,19 +45,19 @@ class RewoundTensors:
             self._small = SmallCopy(state.small.tensors, state.small.places)
             self._is_small_same = self._small.are(state.small)
             if not self._is_small_same:
+                self._may_differ = True
                 return True
-        if state.groups or state.written or not state.are_shadows_current():
-            return True
-        return versions_of(state.tensors) != state.versions
+        self._may_differ = bool(state.groups or state.written) or not state.are_shadows_current()
+        return self._may_differ or versions_of(state.tensors) != state.versions
 
     def __enter__(self) -> None:
         state = self._state
         self._tensors = [*state.tensors, *(item.tensor for item in state.written)] if state.written else state.tensors
         self._versions = versions_of(self._tensors)
-        if self._small is None:
+        if self._may_differ is None:
             self.differs()
         try:
-            if state.shadows or state.groups or state.written:
+            if self._may_differ and (state.shadows or state.groups or state.written):
                 self._rewind_large()
             if self._small is not None and state.small is not None and not self._is_small_same:
                 self._small.keep_memory(state.small)
