@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,14 +25,16 @@ class Program:
     Attributes:
         may_refuse: whether `reactivate` may raise a `ReactivateError` instead of being right.
         recomputations: how many recomputations there are at least.
+        name: that of the function, unless it is given.
     """
 
     run: Callable[[Wrap], Any]
     may_refuse: bool = False
     recomputations: int = 1
+    name: str = ""
 
     def __str__(self) -> str:
-        return self.run.__name__
+        return self.name or self.run.__name__
 
 
 @dataclass
@@ -59,6 +61,23 @@ class Programs:
         """Add a program that must be bitwise right or refused."""
         self.listed.append(Program(run, may_refuse=True))
         return run
+
+    def right_by(self, harness: Callable[..., Any], *others: Any, recomputations: int = 1) -> Callable[[Any], Any]:
+        """Add `harness(wrap, given, *others)` for a function or a class that is given, under its name."""
+
+        def add(given: Any) -> Any:
+            self.rows(harness, {given.__name__: (given, *others)}, recomputations=recomputations)
+            return given
+
+        return add
+
+    def rows(
+        self, harness: Callable[..., Any], rows: Mapping[str, tuple[Any, ...]], *, recomputations: int = 1
+    ) -> None:
+        """Add `harness(wrap, *row)` for each row of a table, under the name of the row."""
+        for name, row in rows.items():
+            run = lambda wrap, row=row: harness(wrap, *row)  # noqa: E731
+            self.listed.append(Program(run, recomputations=recomputations, name=name))
 
 
 def plainly(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -152,11 +171,20 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def train(fn: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor | None]:
-    """One forward and one backward for each input; the gradients of the inputs."""
+def train(fn: Callable[..., Tensor], inputs: list[Tensor], *others: Any) -> list[Tensor | None]:
+    """One forward and one backward for each input, beside `others`; the gradients of the inputs."""
     for x in inputs:
-        backward(fn(x))
+        backward(fn(x, *others))
     return [x.grad for x in inputs]
+
+
+class Holding(nn.Module):
+    """A module with the attributes that it is given."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
 
 class Scale(nn.Module):

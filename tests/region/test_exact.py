@@ -105,10 +105,7 @@ def closure_in_closure() -> Case:
     def project(x: Tensor) -> Tensor:
         return (x @ weight).sin()
 
-    def fn(x: Tensor) -> Tensor:
-        return project(project(x).exp()).cos()
-
-    return Case(fn, (leaf(8, 16),), leaves={"weight": weight})
+    return Case(lambda x: project(project(x).exp()).cos(), (leaf(8, 16),), leaves={"weight": weight})
 
 
 def partial_with_tensors() -> Case:

@@ -156,11 +156,7 @@ def test_first_compares_some_calls_and_leaves_the_others_alone() -> None:
 
 def test_first_finds_a_write_past_the_version_counter() -> None:
     x, w = leaf(200, 200), torch.randn(200, 200)
-
-    def fn(x: Tensor) -> Tensor:
-        return (x.sin() * w.cos()).exp()
-
-    out = reactivate.checkpoint(fn)(x).sum()
+    out = reactivate.checkpoint(lambda x: (x.sin() * w.cos()).exp())(x).sum()
     w.data.add_(1)
     with pytest.raises(RecomputeMismatchError, match="computes other values"):
         out.backward()

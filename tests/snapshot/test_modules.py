@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from journal import Journal
 from oracle import Case, assert_bitwise, check
+from state_programs import Holding
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
@@ -408,11 +409,7 @@ def test_statistics_of_a_plain_batch_norm_call() -> None:
 
     def make() -> Case:
         mean, var = torch.zeros(16), torch.ones(16)
-
-        def fn(x: Tensor, var: Tensor) -> Tensor:
-            return F.batch_norm(x, mean, var, training=True).tanh()
-
-        case = Case(fn, (leaf(8, 16), var))
+        case = Case(lambda x, var: F.batch_norm(x, mean, var, training=True).tanh(), (leaf(8, 16), var))
         holder = nn.Module()
         holder.register_buffer("mean", mean)
         holder.register_buffer("var", var)
@@ -429,15 +426,11 @@ def test_functional_call_swaps_parameters_for_the_forward_only() -> None:
         torch.manual_seed(0)
         block = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
 
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.block = block
-
+        class Model(Holding):
             def forward(self, x: Tensor) -> Tensor:
                 return wrap(self.block)(x)
 
-        model, x = Model(), leaf(8, 16)
+        model, x = Model(block=block), leaf(8, 16)
         fast = {name: leaf(*parameter.shape) for name, parameter in model.named_parameters()}
         torch.func.functional_call(model, fast, (x,)).square().sum().backward()
         return [x.grad, *(parameter.grad for parameter in fast.values())]

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, state_of, train
+from state_programs import (
+    Holding,
+    Program,
+    Programs,
+    Wrap,
+    backward,
+    check_program,
+    curve,
+    gradients,
+    leaf,
+    state_of,
+    train,
+)
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -268,15 +280,11 @@ def gradient_is_switched_on_before_backward(wrap: Wrap) -> Any:
 
 @right
 def configuration_of_a_module_is_changed_before_backward(wrap: Wrap) -> Any:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = SimpleNamespace(factor=2.0, nested={"sizes": [3.0]})
-
+    class Model(Holding):
         def forward(self, x: Tensor) -> Tensor:
             return curve(curve(x, self.config.factor), self.config.nested["sizes"][0])
 
-    model = Model()
+    model = Model(config=SimpleNamespace(factor=2.0, nested={"sizes": [3.0]}))
 
     def change() -> None:
         model.config.factor += 1
@@ -331,12 +339,8 @@ def stepped_before_backward(wrap: Wrap, fused: bool) -> Any:
     """The optimizer steps between a forward and its backward; the plain backward reads the tanh only."""
     weight = nn.Parameter(torch.randn(4))
     optimizer = torch.optim.SGD([weight], lr=0.5, fused=fused)
-
-    def fn(x: Tensor) -> Tensor:
-        return (x + weight).tanh()
-
     (x,) = inputs(1)
-    out = wrap(fn)(x)
+    out = wrap(lambda x: (x + weight).tanh())(x)
     weight.grad = torch.ones(4)
     optimizer.step()
     weight.grad = None
@@ -367,12 +371,9 @@ def fused_optimizer_without_gradients_steps_before_backward(wrap: Wrap) -> Any:
 
 @loud
 def input_is_written_between_forward_and_backward(wrap: Wrap) -> Any:
-    def fn(x: Tensor, shift: Tensor) -> Tensor:
-        return curve(x + shift, 2)
-
     (x,) = inputs(1)
     shift = torch.ones(4)
-    out = wrap(fn)(x, shift)
+    out = wrap(lambda x, shift: curve(x + shift, 2))(x, shift)
     shift.mul_(3)
     backward(out)
     return [x.grad, shift]
@@ -381,12 +382,8 @@ def input_is_written_between_forward_and_backward(wrap: Wrap) -> Any:
 @loud
 def parameter_is_written_through_data_before_backward(wrap: Wrap) -> Any:
     weight = nn.Parameter(torch.randn(4))
-
-    def fn(x: Tensor) -> Tensor:
-        return (x + weight).tanh()
-
     (x,) = inputs(1)
-    out = wrap(fn)(x)
+    out = wrap(lambda x: (x + weight).tanh())(x)
     weight.data.mul_(3)
     backward(out)
     return [x.grad, weight, weight.grad]

@@ -10,6 +10,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from state_programs import Holding
 from torch import nn
 
 import reactivate
@@ -33,17 +34,12 @@ def test_the_oldest_entry_goes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made_anew(number: int) -> nn.Module:
-    class Made(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.calls = 0
-
+    class Made(Holding):
         def forward(self, x: Any) -> Any:
             self.calls += 1
             return self.inner(x).sin() * (number + self.calls)
 
-    return Made()
+    return Made(inner=nn.Linear(4, 4), calls=0)
 
 
 def caches_of_package() -> set[Any]:

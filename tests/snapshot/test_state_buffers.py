@@ -32,7 +32,7 @@ from reactivate._snapshot.rewound_tensors import rewound_memory
 from reactivate.errors import MutationError
 
 PROGRAMS = Programs()
-right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
+right, right_by, right_with, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.right_with, PROGRAMS.loud
 
 
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
@@ -47,7 +47,9 @@ def inputs(count: int = 3) -> list[Tensor]:
 # -- one memory under two names -----------------------------------------------------------------------------------------
 
 
-def aliased(wrap: Wrap, alias_of: Callable[[Tensor], Tensor], place: Callable[[nn.Module, Tensor], None]) -> Any:
+def aliased(
+    wrap: Wrap, place: Callable[[nn.Module, Tensor], None], alias_of: Callable[[Tensor], Tensor] = lambda amax: amax
+) -> Any:
     """The region writes the buffer and reads its alias, which `place` puts somewhere in the module."""
 
     class Aliased(Scale):
@@ -68,74 +70,46 @@ def as_attribute(module: nn.Module, alias: Tensor) -> None:
     module.read = lambda: module.alias
 
 
-@right
-def buffer_is_registered_twice(wrap: Wrap) -> Any:
-    def place(module: nn.Module, alias: Tensor) -> None:
-        module.register_buffer("second", alias)
-        module.read = lambda: module.second
-
-    return aliased(wrap, lambda amax: amax, place)
+@right_by(aliased)
+def buffer_is_registered_twice(module: nn.Module, alias: Tensor) -> None:
+    module.register_buffer("second", alias)
+    module.read = lambda: module.second
 
 
-@right
-def buffer_is_an_attribute_too(wrap: Wrap) -> Any:
-    return aliased(wrap, lambda amax: amax, as_attribute)
+PROGRAMS.rows(
+    aliased,
+    {
+        "buffer_is_an_attribute_too": (as_attribute,),
+        "buffer_has_a_detached_alias": (as_attribute, lambda amax: amax.detach()),
+        "buffer_has_a_data_alias": (as_attribute, lambda amax: amax.data),
+        "buffer_has_a_view": (as_attribute, lambda amax: amax.view(2, 2).view(1, 4)),
+        "buffer_has_a_view_of_one_element": (as_attribute, lambda amax: amax[0, 1]),
+    },
+)
 
 
-@right
-def buffer_has_a_detached_alias(wrap: Wrap) -> Any:
-    return aliased(wrap, lambda amax: amax.detach(), as_attribute)
+@right_by(aliased)
+def buffer_is_in_a_list(module: nn.Module, alias: Tensor) -> None:
+    module.history = [alias]
+    module.read = lambda: module.history[0]
 
 
-@right
-def buffer_has_a_data_alias(wrap: Wrap) -> Any:
-    return aliased(wrap, lambda amax: amax.data, as_attribute)
+@right_by(aliased)
+def buffer_is_in_a_second_module(module: nn.Module, alias: Tensor) -> None:
+    module.child = nn.Module()
+    module.child.register_buffer("amax", alias)
+    module.read = lambda: module.child.amax
 
 
-@right
-def buffer_has_a_view(wrap: Wrap) -> Any:
-    return aliased(wrap, lambda amax: amax.view(2, 2).view(1, 4), as_attribute)
+@right_by(aliased)
+def buffer_is_captured_by_a_closure(module: nn.Module, alias: Tensor) -> None:
+    module.read = lambda: alias
 
 
-@right
-def buffer_has_a_view_of_one_element(wrap: Wrap) -> Any:
-    return aliased(wrap, lambda amax: amax[0, 1], as_attribute)
-
-
-@right
-def buffer_is_in_a_list(wrap: Wrap) -> Any:
-    def place(module: nn.Module, alias: Tensor) -> None:
-        module.history = [alias]
-        module.read = lambda: module.history[0]
-
-    return aliased(wrap, lambda amax: amax, place)
-
-
-@right
-def buffer_is_in_a_second_module(wrap: Wrap) -> Any:
-    def place(module: nn.Module, alias: Tensor) -> None:
-        module.child = nn.Module()
-        module.child.register_buffer("amax", alias)
-        module.read = lambda: module.child.amax
-
-    return aliased(wrap, lambda amax: amax, place)
-
-
-@right
-def buffer_is_captured_by_a_closure(wrap: Wrap) -> Any:
-    def place(module: nn.Module, alias: Tensor) -> None:
-        module.read = lambda: alias
-
-    return aliased(wrap, lambda amax: amax, place)
-
-
-@right
-def numpy_reads_the_buffer(wrap: Wrap) -> Any:
-    def place(module: nn.Module, alias: Tensor) -> None:
-        array = alias.numpy()
-        module.read = lambda: torch.from_numpy(array)
-
-    return aliased(wrap, lambda amax: amax, place)
+@right_by(aliased)
+def numpy_reads_the_buffer(module: nn.Module, alias: Tensor) -> None:
+    array = alias.numpy()
+    module.read = lambda: torch.from_numpy(array)
 
 
 @right
@@ -331,7 +305,7 @@ def amax_is_written_on_the_first_microbatch_only(wrap: Wrap) -> Any:
     return [[x.grad for x in found], state_of(module)]
 
 
-def regions_of(wrap: Wrap, names: str, order: Callable[[list[Tensor]], None]) -> Any:
+def regions_of(wrap: Wrap, order: Callable[[list[Tensor]], Any], names: str) -> Any:
     """Several regions over one `self`: `w` writes its buffer, `r` reads it. `order` runs the backward passes."""
 
     class Model(Scale):
@@ -353,26 +327,23 @@ def regions_of(wrap: Wrap, names: str, order: Callable[[list[Tensor]], None]) ->
 
 @right_with(recomputations=5)
 def readers_stand_between_writers(wrap: Wrap) -> Any:
-    return regions_of(wrap, "rwrwr", lambda losses: sum(losses).backward())
+    return regions_of(wrap, lambda losses: sum(losses).backward(), "rwrwr")
 
 
 @right_with(recomputations=6)
 def readers_and_writers_are_taken_backward_in_forward_order(wrap: Wrap) -> Any:
-    return regions_of(wrap, "wrrwwr", lambda losses: [loss.backward() for loss in losses])
+    return regions_of(wrap, lambda losses: [loss.backward() for loss in losses], "wrrwwr")
 
 
 @right_with(recomputations=4)
 def one_region_of_four_writes(wrap: Wrap) -> Any:
-    return regions_of(wrap, "rrwr", lambda losses: [loss.backward() for loss in reversed(losses)])
+    return regions_of(wrap, lambda losses: [loss.backward() for loss in reversed(losses)], "rrwr")
 
 
-@right_with(recomputations=10)
-def readers_and_writers_with_retained_graphs(wrap: Wrap) -> Any:
-    def order(losses: list[Tensor]) -> None:
-        for loss in [*losses, *reversed(losses)]:
-            loss.backward(retain_graph=True)
-
-    return regions_of(wrap, "rwrwr", order)
+@right_by(regions_of, "rwrwr", recomputations=10)
+def readers_and_writers_with_retained_graphs(losses: list[Tensor]) -> None:
+    for loss in [*losses, *reversed(losses)]:
+        loss.backward(retain_graph=True)
 
 
 @right_with(recomputations=6)
@@ -394,11 +365,7 @@ def outside_writes_between_forward_and_backward(wrap: Wrap) -> Any:
     """The region reads a statistic that the training loop updates before backward."""
     module = Scale()
     module.register_buffer("loss_scale", torch.ones(()))
-
-    def fn(x: Tensor) -> Tensor:
-        return module(x) * module.loss_scale.clone()
-
-    checkpointed = wrap(fn)
+    checkpointed = wrap(lambda x: module(x) * module.loss_scale.clone())
     found = []
     for x in inputs():
         out = checkpointed(x)
@@ -467,73 +434,49 @@ def written_by(wrap: Wrap, write: Callable[[Any, Tensor], None]) -> Any:
     return [train(wrap(module), inputs()), state_of(module)]
 
 
-@right
-def buffer_is_rebound(wrap: Wrap) -> Any:
-    def write(module: Any, x: Tensor) -> None:
-        module.amax = module.amax * 0.5 + x.amax(0)
-
-    return written_by(wrap, write)
+@right_by(written_by)
+def buffer_is_rebound(module: Any, x: Tensor) -> None:
+    module.amax = module.amax * 0.5 + x.amax(0)
 
 
-@right
-def buffer_is_rebound_to_a_view_of_a_history(wrap: Wrap) -> Any:
-    def write(module: Any, x: Tensor) -> None:
-        history = torch.cat([module.amax, x])
-        module.history = history
-        module.amax = history.amax(0, keepdim=True)
-
-    return written_by(wrap, write)
+@right_by(written_by)
+def buffer_is_rebound_to_a_view_of_a_history(module: Any, x: Tensor) -> None:
+    history = torch.cat([module.amax, x])
+    module.history = history
+    module.amax = history.amax(0, keepdim=True)
 
 
-@right
-def buffer_is_written_through_data(wrap: Wrap) -> Any:
-    def write(module: Any, x: Tensor) -> None:
-        module.amax.data.mul_(0.5).add_(x.amax(0))
-
-    return written_by(wrap, write)
+@right_by(written_by)
+def buffer_is_written_through_data(module: Any, x: Tensor) -> None:
+    module.amax.data.mul_(0.5).add_(x.amax(0))
 
 
-@right
-def buffer_is_swapped_through_data(wrap: Wrap) -> Any:
-    def write(module: Any, x: Tensor) -> None:
-        module.amax.data = module.amax * 0.5 + x.amax(0)
-
-    return written_by(wrap, write)
+@right_by(written_by)
+def buffer_is_swapped_through_data(module: Any, x: Tensor) -> None:
+    module.amax.data = module.amax * 0.5 + x.amax(0)
 
 
-@right
-def buffer_is_written_through_numpy(wrap: Wrap) -> Any:
-    def write(module: Any, x: Tensor) -> None:
-        array = module.amax.numpy()
-        array *= 0.5
-        array += x.amax(0).numpy()
-
-    return written_by(wrap, write)
+@right_by(written_by)
+def buffer_is_written_through_numpy(module: Any, x: Tensor) -> None:
+    array = module.amax.numpy()
+    array *= 0.5
+    array += x.amax(0).numpy()
 
 
-@right
-def buffer_is_written_under_inference_mode(wrap: Wrap) -> Any:
-    def write(module: Any, x: Tensor) -> None:
-        with torch.inference_mode():
-            module.amax.mul_(0.5).add_(x.amax(0))
-
-    return written_by(wrap, write)
+@right_by(written_by)
+def buffer_is_written_under_inference_mode(module: Any, x: Tensor) -> None:
+    with torch.inference_mode():
+        module.amax.mul_(0.5).add_(x.amax(0))
 
 
-@right
-def buffer_is_written_by_an_out_argument(wrap: Wrap) -> Any:
-    def write(module: Any, x: Tensor) -> None:
-        torch.maximum(module.amax, x.amax(0) * 2, out=module.amax)
-
-    return written_by(wrap, write)
+@right_by(written_by)
+def buffer_is_written_by_an_out_argument(module: Any, x: Tensor) -> None:
+    torch.maximum(module.amax, x.amax(0) * 2, out=module.amax)
 
 
-@right
-def buffers_are_written_by_foreach(wrap: Wrap) -> Any:
-    def write(module: Any, x: Tensor) -> None:
-        torch._foreach_lerp_([module.amax], [x.amax(0, keepdim=True)], 0.5)
-
-    return written_by(wrap, write)
+@right_by(written_by)
+def buffers_are_written_by_foreach(module: Any, x: Tensor) -> None:
+    torch._foreach_lerp_([module.amax], [x.amax(0, keepdim=True)], 0.5)
 
 
 @right
@@ -564,13 +507,10 @@ def state_made_under_inference_mode(wrap: Wrap) -> Any:
     return [train(wrap(fn), inputs()), module.amax.clone()]
 
 
-@right
-def buffer_grows_by_a_new_tensor(wrap: Wrap) -> Any:
-    def write(module: Any, x: Tensor) -> None:
-        module.queue = torch.cat([getattr(module, "queue", module.amax), x[:2]])
-        module.amax = module.queue.sum(0, keepdim=True)
-
-    return written_by(wrap, write)
+@right_by(written_by)
+def buffer_grows_by_a_new_tensor(module: Any, x: Tensor) -> None:
+    module.queue = torch.cat([getattr(module, "queue", module.amax), x[:2]])
+    module.amax = module.queue.sum(0, keepdim=True)
 
 
 @loud
@@ -816,11 +756,7 @@ WRITERS = [Table, Averaged, Copied, Moved, InNumpy, OfAChild, OfAnObject, ByAHoo
 @each("make", WRITERS)
 def test_writes_without_a_new_version(make: Callable[[], nn.Module], determinism: str) -> None:
     """Code that names `.data` or NumPy may write so, in every call: with "metadata" none of them is compared."""
-
-    def program(wrap: Wrap) -> Any:
-        return steps_with(wrap, make(), check=determinism)
-
-    check_program(Program(program, recomputations=7))
+    check_program(Program(lambda wrap: steps_with(wrap, make(), check=determinism), recomputations=7))
 
 
 @right_with(recomputations=7)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from code_read_by_programs import helper as helper_elsewhere
 from several import each
-from state_programs import Program, Programs, Wrap, backward, check_program, curve, leaf, state_of
+from state_programs import Holding, Program, Programs, Wrap, backward, check_program, curve, leaf, state_of
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -27,7 +27,7 @@ from reactivate import policies
 from reactivate._snapshot.trees import whole_trees
 
 PROGRAMS = Programs()
-right = PROGRAMS.right
+right, right_by = PROGRAMS.right, PROGRAMS.right_by
 
 
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
@@ -158,11 +158,7 @@ class Mode(Enum):
         cls.A.value["power"] = 2.0
 
 
-class Moded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mode = Mode.A
-
+class Moded(Holding):
     def forward(self, x: Tensor) -> Tensor:
         return curve(curve(x, self.mode.scale), self.mode.value["power"])  # type: ignore[attr-defined]
 
@@ -189,7 +185,7 @@ def attribute_of_a_named_enum_member_is_changed(wrap: Wrap) -> Any:
 @right
 def attribute_of_an_enum_member_in_a_module_is_changed(wrap: Wrap) -> Any:
     Mode.reset()
-    return changed_between(wrap, Moded(), change_mode, read_mode)
+    return changed_between(wrap, Moded(mode=Mode.A), change_mode, read_mode)
 
 
 @right
@@ -275,13 +271,10 @@ def attribute_of_a_closed_over_python_module_is_changed(wrap: Wrap) -> Any:
     local = ModuleType("local")
     local.scale = 2.0  # type: ignore[attr-defined]
 
-    def fn(x: Tensor) -> Tensor:
-        return curve(x, local.scale)
-
     def change(step: int) -> None:
         local.scale += 1  # type: ignore[attr-defined]
 
-    return changed_between(wrap, fn, change, lambda: local.scale)
+    return changed_between(wrap, lambda x: curve(x, local.scale), change, lambda: local.scale)
 
 
 @right
@@ -318,17 +311,13 @@ def arrays_are_changed(wrap: Wrap) -> Any:
 
 @right
 def array_of_a_module_counts_in_the_forward(wrap: Wrap) -> Any:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.counts = array("q", [0])
-
+    class Counts(Holding):
         def forward(self, x: Tensor) -> Tensor:
             self.counts[0] += 1
             self.counts.append(1)
             return curve(x, self.counts[0])
 
-    module = Counts()
+    module = Counts(counts=array("q", [0]))
     return changed_between(wrap, module, lambda _: None, lambda: list(module.counts))
 
 
@@ -355,10 +344,7 @@ def attributes_of_buffers_are_changed(wrap: Wrap) -> Any:
         module.plain.tag += 1.0
         module.buf.more = step
 
-    def read() -> Any:
-        return module.buf.tag, module.plain.tag, dict(vars(module.buf))
-
-    return changed_between(wrap, module, change, read)
+    return changed_between(wrap, module, change, lambda: (module.buf.tag, module.plain.tag, dict(vars(module.buf))))
 
 
 @right
@@ -440,17 +426,13 @@ def hook_is_a_partial(wrap: Wrap) -> Any:
 
 @right
 def distribution_changes_in_the_forward(wrap: Wrap) -> Any:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.normal = nn.Linear(4, 4), torch.distributions.Normal(0.0, 1.0)
-
+    class Model(Holding):
         def forward(self, x: Tensor) -> Tensor:
             y = self.linear(x).sin()
             self.normal.loc = self.normal.loc + 1
             return y * self.normal.loc.item()
 
-    model = Model()
+    model = Model(linear=nn.Linear(4, 4), normal=torch.distributions.Normal(0.0, 1.0))
     region, found = wrap(model), []
     for _ in range(3):
         x = leaf(3, 4)
@@ -599,19 +581,12 @@ def while_config_changes(wrap: Wrap, fn: Callable[[Tensor], Tensor]) -> Any:
 @right
 def base_of_an_objects_class_is_changed(wrap: Wrap) -> Any:
     config = Config()
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(curve(x, config.scale), config.table["scale"])
-
-    return while_config_changes(wrap, fn)
+    return while_config_changes(wrap, lambda x: curve(curve(x, config.scale), config.table["scale"]))
 
 
-@right
-def class_is_changed_that_code_names(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        return curve(curve(x, Config.scale), Config.table["scale"])
-
-    return while_config_changes(wrap, fn)
+@right_by(while_config_changes)
+def class_is_changed_that_code_names(x: Tensor) -> Tensor:
+    return curve(curve(x, Config.scale), Config.table["scale"])
 
 
 # -- functions --------------------------------------------------------------------------------------------------------------

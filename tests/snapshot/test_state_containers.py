@@ -22,7 +22,7 @@ import numpy
 import pytest
 import torch
 from several import each
-from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, train
+from state_programs import Holding, Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, train
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -32,7 +32,7 @@ from reactivate._snapshot.iterators import copied, position_of
 from reactivate.errors import RecomputeMismatchError
 
 PROGRAMS = Programs()
-right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
+right, right_by, right_with, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.right_with, PROGRAMS.loud
 
 
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
@@ -47,41 +47,26 @@ def inputs(count: int = 2) -> list[Tensor]:
 # -- containers and objects ---------------------------------------------------------------------------------------------
 
 
-def compared_with_is(wrap: Wrap, config: Any) -> Any:
+def compared_with_is(wrap: Wrap, make: Callable[[], Any]) -> Any:
     """Pass the object that the function captures, too, and ask whether they are one."""
-
-    weight = leaf(4)
+    config, weight = make(), leaf(4)
 
     def fn(x: Tensor, given: Any) -> Tensor:
         return curve(x * weight, 2 if given is config else 3)
 
-    checkpointed = wrap(fn)
-    return [train(lambda x: checkpointed(x, config), inputs()), weight.grad]
+    return [train(wrap(fn), inputs(), config), weight.grad]
 
 
-@right
-def list_argument_is_the_captured_list(wrap: Wrap) -> Any:
-    return compared_with_is(wrap, [1, 2])
-
-
-@right
-def dict_argument_is_the_captured_dict(wrap: Wrap) -> Any:
-    return compared_with_is(wrap, {"a": 1})
-
-
-@right
-def set_argument_is_the_captured_set(wrap: Wrap) -> Any:
-    return compared_with_is(wrap, {1, 2})
-
-
-@right
-def tuple_argument_with_a_tensor_is_the_captured_tuple(wrap: Wrap) -> Any:
-    return compared_with_is(wrap, (torch.ones(2), 1))
-
-
-@right
-def list_argument_with_a_leaf_is_the_captured_list(wrap: Wrap) -> Any:
-    return compared_with_is(wrap, [leaf(2), 1])
+PROGRAMS.rows(
+    compared_with_is,
+    {
+        "list_argument_is_the_captured_list": (lambda: [1, 2],),
+        "dict_argument_is_the_captured_dict": (lambda: {"a": 1},),
+        "set_argument_is_the_captured_set": (lambda: {1, 2},),
+        "tuple_argument_with_a_tensor_is_the_captured_tuple": (lambda: (torch.ones(2), 1),),
+        "list_argument_with_a_leaf_is_the_captured_list": (lambda: [leaf(2), 1],),
+    },
+)
 
 
 @right
@@ -98,7 +83,7 @@ def nested_containers_are_the_captured_ones(wrap: Wrap) -> Any:
 
 @right
 def object_argument_is_the_captured_object(wrap: Wrap) -> Any:
-    return compared_with_is(wrap, SimpleNamespace(width=4, weight=torch.ones(2)))
+    return compared_with_is(wrap, lambda: SimpleNamespace(width=4, weight=torch.ones(2)))
 
 
 @right
@@ -111,8 +96,7 @@ def sentinel_and_enum_arguments_are_themselves(wrap: Wrap) -> Any:
     def fn(x: Tensor, given: Any, mode: Mode) -> Tensor:
         return curve(x, (2 if given is missing else 3) + (5 if mode is Mode.FAST else 7))
 
-    checkpointed = wrap(fn)
-    return train(lambda x: checkpointed(x, missing, Mode.FAST), inputs())
+    return train(wrap(fn), inputs(), missing, Mode.FAST)
 
 
 @right
@@ -142,78 +126,55 @@ def argument_holds_one_list_twice(wrap: Wrap) -> Any:
 
 @right
 def list_contains_itself(wrap: Wrap) -> Any:
-    def fn(x: Tensor, items: list[Any]) -> Tensor:
-        return curve(x, 2 if items[1] is items else 3)
-
     items: list[Any] = [1]
     items.append(items)
-    checkpointed = wrap(fn)
-    return train(lambda x: checkpointed(x, items), inputs())
+    return train(wrap(lambda x, items: curve(x, 2 if items[1] is items else 3)), inputs(), items)
 
 
-def mutated(wrap: Wrap, make: Callable[[], Any], mutate: Callable[[Any], float], show: Callable[[Any], Any]) -> Any:
+def mutated(wrap: Wrap, mutate: Callable[[Any], float], make: Callable[[], Any], show: Callable[[Any], Any]) -> Any:
     """A container that the function changes, as an argument and as a captured value; `mutate` returns a factor."""
     as_argument, captured = make(), make()
-
-    def fn(x: Tensor, given: Any) -> Tensor:
-        return curve(curve(x, mutate(given)), mutate(captured))
-
-    checkpointed = wrap(fn)
+    checkpointed = wrap(lambda x, given: curve(curve(x, mutate(given)), mutate(captured)))
     grads = train(lambda x: checkpointed(x, as_argument), inputs(3))
     return [grads, show(as_argument), show(captured)]
 
 
 @right
 def list_is_popped(wrap: Wrap) -> Any:
-    return mutated(wrap, lambda: [1.0, 2.0, 3.0], lambda items: items.pop(), list)
+    return mutated(wrap, lambda items: items.pop(), lambda: [1.0, 2.0, 3.0], list)
 
 
-@right
-def list_is_appended_and_reversed(wrap: Wrap) -> Any:
-    def mutate(items: list[int]) -> float:
-        items.append(len(items))
-        items.reverse()
-        return 1 + items[0] + len(items)
-
-    return mutated(wrap, lambda: [1, 2], mutate, list)
+@right_by(mutated, lambda: [1, 2], list)
+def list_is_appended_and_reversed(items: list[int]) -> float:
+    items.append(len(items))
+    items.reverse()
+    return 1 + items[0] + len(items)
 
 
-@right
-def dict_item_is_counted_up(wrap: Wrap) -> Any:
-    def mutate(items: dict[str, int]) -> float:
-        items["n"] = items.get("n", 0) + 1
-        return items["n"]
-
-    return mutated(wrap, dict, mutate, dict)
+@right_by(mutated, dict, dict)
+def dict_item_is_counted_up(items: dict[str, int]) -> float:
+    items["n"] = items.get("n", 0) + 1
+    return items["n"]
 
 
-@right
-def dict_order_changes(wrap: Wrap) -> Any:
-    def mutate(items: dict[str, int]) -> float:
-        first = next(iter(items))
-        items[first] = items.pop(first)
-        return items[first]
-
-    return mutated(wrap, lambda: {"a": 1, "b": 2, "c": 4}, mutate, lambda items: list(items.items()))
+@right_by(mutated, lambda: {"a": 1, "b": 2, "c": 4}, lambda items: list(items.items()))
+def dict_order_changes(items: dict[str, int]) -> float:
+    first = next(iter(items))
+    items[first] = items.pop(first)
+    return items[first]
 
 
-@right
-def set_is_added_to(wrap: Wrap) -> Any:
-    def mutate(items: set[int]) -> float:
-        items.add(len(items))
-        return 1 + len(items)
-
-    return mutated(wrap, set, mutate, sorted)
+@right_by(mutated, set, sorted)
+def set_is_added_to(items: set[int]) -> float:
+    items.add(len(items))
+    return 1 + len(items)
 
 
-@right
-def deque_with_a_limit_rotates(wrap: Wrap) -> Any:
-    def mutate(items: deque[int]) -> float:
-        items.rotate(1)
-        items.append(items[0] + 3)
-        return items[0]
-
-    return mutated(wrap, lambda: deque([1, 2, 4], maxlen=3), mutate, lambda items: [list(items), items.maxlen])
+@right_by(mutated, lambda: deque([1, 2, 4], maxlen=3), lambda items: [list(items), items.maxlen])
+def deque_with_a_limit_rotates(items: deque[int]) -> float:
+    items.rotate(1)
+    items.append(items[0] + 3)
+    return items[0]
 
 
 @right
@@ -227,25 +188,19 @@ def ordered_dict_moves_to_end(wrap: Wrap) -> Any:
     def show(items: OrderedDict[str, int]) -> Any:
         return [list(items.items()), list(reversed(items)), len(items)]
 
-    return mutated(wrap, lambda: OrderedDict(a=1, b=2, c=4), mutate, show)
+    return mutated(wrap, mutate, lambda: OrderedDict(a=1, b=2, c=4), show)
 
 
-@right
-def defaultdict_makes_its_entries(wrap: Wrap) -> Any:
-    def mutate(items: defaultdict[str, list[int]]) -> float:
-        items["a"].append(1)
-        return len(items["a"])
-
-    return mutated(wrap, lambda: defaultdict(list), mutate, dict)
+@right_by(mutated, lambda: defaultdict(list), dict)
+def defaultdict_makes_its_entries(items: defaultdict[str, list[int]]) -> float:
+    items["a"].append(1)
+    return len(items["a"])
 
 
-@right
-def counter_counts(wrap: Wrap) -> Any:
-    def mutate(items: Counter[str]) -> float:
-        items.update(["a"])
-        return items["a"]
-
-    return mutated(wrap, Counter, mutate, dict)
+@right_by(mutated, Counter, dict)
+def counter_counts(items: Counter[str]) -> float:
+    items.update(["a"])
+    return items["a"]
 
 
 @right
@@ -260,7 +215,7 @@ def dataclass_field_changes(wrap: Wrap) -> Any:
         state.seen.append(state.step)
         return state.step + len(state.seen)
 
-    return mutated(wrap, State, mutate, lambda state: [state.step, state.seen])
+    return mutated(wrap, mutate, State, lambda state: [state.step, state.seen])
 
 
 class Private:
@@ -279,11 +234,7 @@ class Private:
 @right
 def private_slot_changes(wrap: Wrap) -> Any:
     counter = Private()
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(x, counter.next())
-
-    return [train(wrap(fn), inputs(3)), counter.next()]
+    return [train(wrap(lambda x: curve(x, counter.next())), inputs(3)), counter.next()]
 
 
 @right
@@ -300,7 +251,7 @@ def slot_changes(wrap: Wrap) -> Any:
         state.late = True
         return factor
 
-    return mutated(wrap, State, mutate, lambda state: [state.step, state.late])
+    return mutated(wrap, mutate, State, lambda state: [state.step, state.late])
 
 
 class Referred:
@@ -319,7 +270,7 @@ class Referred:
 
 @right
 def slot_beside_a_dict_and_weak_references_changes(wrap: Wrap) -> Any:
-    return mutated(wrap, Referred, Referred.next, Referred.next)
+    return mutated(wrap, Referred.next, Referred, Referred.next)
 
 
 class Base:
@@ -342,7 +293,7 @@ class Hidden(Base):
 
 @right
 def slot_behind_a_property_changes(wrap: Wrap) -> Any:
-    return mutated(wrap, Hidden, Hidden.next, Hidden.next)
+    return mutated(wrap, Hidden.next, Hidden, Hidden.next)
 
 
 class Checked:
@@ -363,7 +314,7 @@ Checked.step = property(Checked.step.__get__, Checked.step.__set__)  # type: ign
 
 @right
 def slot_that_is_a_property_changes(wrap: Wrap) -> Any:
-    return mutated(wrap, Checked, Checked.next, Checked.next)
+    return mutated(wrap, Checked.next, Checked, Checked.next)
 
 
 @right
@@ -376,16 +327,13 @@ def path_is_read_for_the_first_time(wrap: Wrap) -> Any:
     return [train(wrap(fn), inputs(3)), str(path), path.parts]
 
 
-@right
-def attribute_is_made_and_deleted(wrap: Wrap) -> Any:
-    def mutate(state: SimpleNamespace) -> float:
-        if hasattr(state, "mark"):
-            del state.mark
-            return 2.0
-        state.mark = 1
-        return 3.0
-
-    return mutated(wrap, SimpleNamespace, mutate, lambda state: sorted(vars(state)))
+@right_by(mutated, SimpleNamespace, lambda state: sorted(vars(state)))
+def attribute_is_made_and_deleted(state: SimpleNamespace) -> float:
+    if hasattr(state, "mark"):
+        del state.mark
+        return 2.0
+    state.mark = 1
+    return 3.0
 
 
 @right
@@ -401,16 +349,13 @@ def class_of_an_object_changes(wrap: Wrap) -> Any:
         state.__class__ = Warm
         return factor
 
-    return mutated(wrap, Cold, mutate, lambda state: type(state).__name__)
+    return mutated(wrap, mutate, Cold, lambda state: type(state).__name__)
 
 
-@right
-def list_in_an_object_in_a_dict_grows(wrap: Wrap) -> Any:
-    def mutate(items: dict[str, Any]) -> float:
-        items["state"].seen.append(1)
-        return len(items["state"].seen)
-
-    return mutated(wrap, lambda: {"state": SimpleNamespace(seen=[])}, mutate, lambda items: items["state"].seen)
+@right_by(mutated, lambda: {"state": SimpleNamespace(seen=[])}, lambda items: items["state"].seen)
+def list_in_an_object_in_a_dict_grows(items: dict[str, Any]) -> float:
+    items["state"].seen.append(1)
+    return len(items["state"].seen)
 
 
 @right
@@ -433,8 +378,8 @@ def namedtuple_with_a_list(wrap: Wrap) -> Any:
         state.seen.append(1)
         return curve(x * state.weight, len(state.seen))
 
-    checkpointed, state = wrap(fn), State([], leaf(4))
-    return [train(lambda x: checkpointed(x, state), inputs(3)), state.seen, state.weight.grad]
+    state = State([], leaf(4))
+    return [train(wrap(fn), inputs(3), state), state.seen, state.weight.grad]
 
 
 @right
@@ -505,15 +450,11 @@ class Normalizer:
 
 
 def of_an_attribute() -> Callable[[Tensor], Tensor]:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.normalizer = Normalizer()
-
+    class Model(Holding):
         def forward(self, x: Tensor) -> Tensor:
             return curve(x, self.normalizer.statistics.update(x))
 
-    return Model()
+    return Model(normalizer=Normalizer())
 
 
 def of_a_class() -> Callable[[Tensor], Tensor]:
@@ -620,17 +561,13 @@ LEFT_OUT: list[tuple[Callable[[], Any], str]] = [
 
 @pytest.mark.parametrize(("make", "text"), LEFT_OUT)
 def test_a_difference_names_what_is_not_restored(make: Callable[[], Any], text: str) -> None:
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.state = make()
-
+    class Holder(Holding):
         def forward(self, x: Tensor) -> Tensor:
             self.state[0] += 1
             return curve(x, float(self.state[0]))
 
     with pytest.raises(RecomputeMismatchError, match=re.escape(text)):
-        backward(reactivate.checkpoint(Holder())(leaf(4)))
+        backward(reactivate.checkpoint(Holder(state=make()))(leaf(4)))
 
 
 # -- iterators ----------------------------------------------------------------------------------------------------------
@@ -648,44 +585,23 @@ def with_iterator(wrap: Wrap, make: Callable[[list[Any]], Any]) -> Any:
     return [train(lambda x: checkpointed(x, make(weights)), inputs()), [weight.grad for weight in weights]]
 
 
-@right
-def zip_argument(wrap: Wrap) -> Any:
-    return with_iterator(wrap, lambda weights: zip(weights, [1.0, 2.0, 3.0]))
-
-
-@right
-def enumerate_argument(wrap: Wrap) -> Any:
-    return with_iterator(wrap, lambda weights: enumerate(weights, 1))
-
-
-@right
-def list_iterator_argument(wrap: Wrap) -> Any:
-    return with_iterator(wrap, iter)
-
-
-@right
-def reversed_argument(wrap: Wrap) -> Any:
-    return with_iterator(wrap, reversed)
-
-
-@right
-def dict_values_argument(wrap: Wrap) -> Any:
-    return with_iterator(wrap, lambda weights: dict(enumerate(weights)).values())
-
-
-@right
-def map_argument(wrap: Wrap) -> Any:
-    return with_iterator(wrap, lambda weights: map(torch.sin, weights))
+PROGRAMS.rows(
+    with_iterator,
+    {
+        "zip_argument": (lambda weights: zip(weights, [1.0, 2.0, 3.0]),),
+        "enumerate_argument": (lambda weights: enumerate(weights, 1),),
+        "list_iterator_argument": (iter,),
+        "reversed_argument": (reversed,),
+        "dict_values_argument": (lambda weights: dict(enumerate(weights)).values(),),
+        "map_argument": (lambda weights: map(torch.sin, weights),),
+    },
+)
 
 
 @right
 def captured_iterator_advances(wrap: Wrap) -> Any:
     factors = iter([1.0, 2.0, 3.0, 4.0])
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(x, next(factors))
-
-    return [train(wrap(fn), inputs(3)), next(factors)]
+    return [train(wrap(lambda x: curve(x, next(factors))), inputs(3)), next(factors)]
 
 
 def scaled_by_all(x: Tensor, pairs: Any) -> Tensor:
@@ -743,29 +659,21 @@ def iterator_in_a_tuple_in_a_list(wrap: Wrap) -> Any:
 
 @right
 def iterator_in_an_attribute_of_a_module(wrap: Wrap) -> Any:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factors = iter([1.0, 2.0, 3.0, 4.0])
-
+    class Block(Holding):
         def forward(self, x: Tensor) -> Tensor:
             return curve(x, next(self.factors))
 
-    block = Block()
+    block = Block(factors=iter([1.0, 2.0, 3.0, 4.0]))
     return [train(wrap(block), inputs(3)), next(block.factors)]
 
 
 @right
 def iterator_in_a_tuple_of_a_module(wrap: Wrap) -> Any:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factors = (iter([1.0, 2.0, 3.0, 4.0]), 1)
-
+    class Block(Holding):
         def forward(self, x: Tensor) -> Tensor:
             return curve(x, next(self.factors[0]))
 
-    block = Block()
+    block = Block(factors=(iter([1.0, 2.0, 3.0, 4.0]), 1))
     return [train(wrap(block), inputs(3)), next(block.factors[0])]
 
 
@@ -792,11 +700,7 @@ def iterator_in_an_attribute_of_a_function(wrap: Wrap) -> Any:
 @loud
 def captured_count_advances(wrap: Wrap) -> Any:
     counter = itertools.count(1)
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(x, next(counter))
-
-    return [train(wrap(fn), inputs(3)), next(counter)]
+    return [train(wrap(lambda x: curve(x, next(counter))), inputs(3)), next(counter)]
 
 
 @loud
@@ -810,16 +714,12 @@ def generator_argument_is_consumed(wrap: Wrap) -> Any:
 def advanced(wrap: Wrap, make: Callable[[], Any], number: Callable[[Any], float] = float) -> list[Any]:
     """Advance an iterator in an attribute, an argument, a list and a closure, before and after what autograd saves."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.items = make()
-
+    class Block(Holding):
         def forward(self, x: Tensor) -> Tensor:
             y = curve(x, number(next(self.items)))
             return curve(y, number(next(self.items))) * number(next(self.items))
 
-    block, closed_over, listed = Block(), make(), [make()]
+    block, closed_over, listed = Block(items=make()), make(), [make()]
 
     def fn(x: Tensor, given: list[Any]) -> Tensor:
         y = curve(curve(x, number(next(closed_over))), number(next(given[0])))
@@ -873,10 +773,7 @@ COPIED: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
 
 @each("name", COPIED)
 def test_advanced_iterator_is_copied(name: str) -> None:
-    def run(wrap: Wrap) -> Any:
-        return advanced(wrap, *COPIED[name])
-
-    check_program(Program(run, recomputations=9))
+    check_program(Program(lambda wrap: advanced(wrap, *COPIED[name]), recomputations=9))
 
 
 def numbers() -> Iterator[int]:
@@ -904,16 +801,12 @@ def test_iterator_without_a_copy(name: str, where: str) -> None:
             def scaled(x: Tensor, items: Any) -> Tensor:
                 return curve(x, float(next(items)) if advances else 2.0)
 
-            class Block(nn.Module):
-                def __init__(self) -> None:
-                    super().__init__()
-                    self.items = items
-
+            class Block(Holding):
                 def forward(self, x: Tensor) -> Tensor:
                     return scaled(x, self.items)
 
             if where == "attribute":
-                checkpointed = wrap(Block())
+                checkpointed = wrap(Block(items=items))
             elif where == "argument":
                 checkpointed = functools.partial(wrap(scaled), items=items)
             elif where == "list":
@@ -1008,47 +901,34 @@ def iterator_of_ones_own_is_enumerated(wrap: Wrap) -> Any:
 # -- containers that are no lists ---------------------------------------------------------------------------------------
 
 
-@right
-def bytearray_grows(wrap: Wrap) -> Any:
-    def mutate(items: bytearray) -> float:
-        items[0] += 1
-        items.append(1)
-        return items[0] * len(items)
-
-    return mutated(wrap, lambda: bytearray(2), mutate, list)
+@right_by(mutated, lambda: bytearray(2), list)
+def bytearray_grows(items: bytearray) -> float:
+    items[0] += 1
+    items.append(1)
+    return items[0] * len(items)
 
 
-@right
-def memoryview_is_written_to(wrap: Wrap) -> Any:
-    def mutate(items: memoryview) -> float:
-        items[0] += 1
-        return items[0]
-
-    return mutated(wrap, lambda: memoryview(bytearray(2)), mutate, list)
+@right_by(mutated, lambda: memoryview(bytearray(2)), list)
+def memoryview_is_written_to(items: memoryview) -> float:
+    items[0] += 1
+    return items[0]
 
 
 @right
 def bytearray_in_an_attribute(wrap: Wrap) -> Any:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen = bytearray(2)
-
+    class Block(Holding):
         def forward(self, x: Tensor) -> Tensor:
             self.seen[0] += 1
             return curve(x, self.seen[0])
 
-    block = Block()
+    block = Block(seen=bytearray(2))
     return [train(wrap(block), inputs(3)), list(block.seen)]
 
 
-@right
-def stream_is_written_to(wrap: Wrap) -> Any:
-    def mutate(items: io.StringIO) -> float:
-        items.write("a\n")
-        return len(items.getvalue())
-
-    return mutated(wrap, lambda: io.StringIO(newline="\r\n"), mutate, lambda items: [items.getvalue(), items.tell()])
+@right_by(mutated, lambda: io.StringIO(newline="\r\n"), lambda items: [items.getvalue(), items.tell()])
+def stream_is_written_to(items: io.StringIO) -> float:
+    items.write("a\n")
+    return len(items.getvalue())
 
 
 class Slotted:
@@ -1076,7 +956,7 @@ def test_attributes_of_a_container(kind: Any, has_slots: bool) -> None:
                 items.append(items.count)
             return items.count + len(items)
 
-        return mutated(wrap, make, mutate, lambda items: [list(items), items.count])
+        return mutated(wrap, mutate, make, lambda items: [list(items), items.count])
 
     check_program(Program(run, recomputations=3))
 
@@ -1090,7 +970,7 @@ def attribute_of_a_tuple(wrap: Wrap) -> Any:
         items.count += 1
         return items.count
 
-    return mutated(wrap, lambda: Pair((1, 2)), mutate, lambda items: items.count)
+    return mutated(wrap, mutate, lambda: Pair((1, 2)), lambda items: items.count)
 
 
 class Raising:
@@ -1219,14 +1099,13 @@ def list_in_an_attribute_of_an_argument(wrap: Wrap) -> Any:
 # -- arrays -------------------------------------------------------------------------------------------------------------
 
 
-@right
-def array_argument_is_the_captured_array(wrap: Wrap) -> Any:
-    return compared_with_is(wrap, numpy.arange(3.0))
-
-
-@right
-def bytearray_argument_is_the_captured_one(wrap: Wrap) -> Any:
-    return compared_with_is(wrap, bytearray(b"abc"))
+PROGRAMS.rows(
+    compared_with_is,
+    {
+        "array_argument_is_the_captured_array": (lambda: numpy.arange(3.0),),
+        "bytearray_argument_is_the_captured_one": (lambda: bytearray(b"abc"),),
+    },
+)
 
 
 @loud
@@ -1248,37 +1127,37 @@ def changed_between(
 ) -> Any:
     """A value that the caller changes after the forward, as an argument and as a captured value."""
     as_argument, captured = make(), make()
-
-    def fn(x: Tensor, given: Any) -> Tensor:
-        return curve(curve(x, read(given)), read(captured))
-
     (x,) = inputs(1)
-    out = wrap(fn)(x, as_argument)
+    out = wrap(lambda x, given: curve(curve(x, read(given)), read(captured)))(x, as_argument)
     change(as_argument)
     change(captured)
     backward(out)
     return [x.grad, read(as_argument), read(captured)]
 
 
-@right
-def list_is_changed_before_backward(wrap: Wrap) -> Any:
-    return changed_between(wrap, lambda: [1.0, 2.0], lambda items: items[-1], lambda items: items.append(3.0))
-
-
-@right
-def dict_is_cleared_before_backward(wrap: Wrap) -> Any:
-    return changed_between(wrap, lambda: {"a": 2.0}, lambda items: items.get("a", 5.0), lambda items: items.clear())
+PROGRAMS.rows(
+    changed_between,
+    {
+        "list_is_changed_before_backward": (
+            lambda: [1.0, 2.0],
+            lambda items: items[-1],
+            lambda items: items.append(3.0),
+        ),
+        "dict_is_cleared_before_backward": (
+            lambda: {"a": 2.0},
+            lambda items: items.get("a", 5.0),
+            lambda items: items.clear(),
+        ),
+    },
+)
 
 
 @right
 def ordered_dict_is_cleared_before_backward(wrap: Wrap) -> Any:
-    def make() -> OrderedDict[str, float]:
-        return OrderedDict(a=2.0, b=3.0)
-
     def read(items: OrderedDict[str, float]) -> float:
         return next(iter(items.values()), 5.0) + len(list(reversed(items)))
 
-    return changed_between(wrap, make, read, lambda items: items.clear())
+    return changed_between(wrap, lambda: OrderedDict(a=2.0, b=3.0), read, lambda items: items.clear())
 
 
 @right
@@ -1292,12 +1171,8 @@ def configuration_object_is_changed_before_backward(wrap: Wrap) -> Any:
 @right
 def captured_number_is_changed_before_backward(wrap: Wrap) -> Any:
     factor = 2.0
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(x, factor)
-
     (x,) = inputs(1)
-    out = wrap(fn)(x)
+    out = wrap(lambda x: curve(x, factor))(x)
     factor = 3.0
     backward(out)
     return [x.grad, factor]
@@ -1309,12 +1184,8 @@ def equal_one_element_tensors_are_told_apart(wrap: Wrap) -> Any:
     first, second = torch.ones(1), torch.ones(1)
     state = SimpleNamespace(current=first)
     table = {first: 2.0, second: 3.0}
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(x, table[state.current])
-
     (x,) = inputs(1)
-    out = wrap(fn)(x)
+    out = wrap(lambda x: curve(x, table[state.current]))(x)
     state.current = second
     backward(out)
     return [x.grad, state.current is second]
@@ -1326,12 +1197,9 @@ TABLE = {"factor": 2.0}
 
 @loud
 def module_level_number_is_changed_before_backward(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        return curve(x, SCALE)
-
     (x,) = inputs(1)
     with global_number(2.0):
-        out = wrap(fn)(x)
+        out = wrap(lambda x: curve(x, SCALE))(x)
         globals()["SCALE"] = 3.0
         backward(out)
         return [x.grad, SCALE]
@@ -1361,12 +1229,9 @@ def module_level_number_is_changed_by_the_function(wrap: Wrap) -> Any:
 
 @loud
 def module_level_table_is_changed_before_backward(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        return curve(x, TABLE["factor"])
-
     (x,) = inputs(1)
     with global_number(2.0):
-        out = wrap(fn)(x)
+        out = wrap(lambda x: curve(x, TABLE["factor"]))(x)
         TABLE["factor"] = 3.0
         backward(out)
         return [x.grad, TABLE["factor"]]
@@ -1442,10 +1307,6 @@ def test_a_weak_table_that_loses_entries_while_it_is_looked_at() -> None:
 
     keys, kept = [Key() for _ in range(9)], Key()
     table = WeakKeyDictionary({key: Value() for key in (kept, *keys)})
-
-    def fn(x: Tensor) -> Tensor:
-        return x.sin().exp() * table[kept].scale
-
     x = torch.ones(3, requires_grad=True)
-    reactivate.checkpoint(fn)(x).sum().backward()
+    reactivate.checkpoint(lambda x: x.sin().exp() * table[kept].scale)(x).sum().backward()
     assert len(table) == 1

@@ -18,7 +18,7 @@ import pytest
 import torch
 from journal import Journal
 from oracle import Watched
-from state_programs import Program, Programs, Wrap, backward, check_program, curve, leaf, state_of, train
+from state_programs import Holding, Program, Programs, Wrap, backward, check_program, curve, leaf, state_of, train
 from torch import Tensor, nn
 
 import reactivate
@@ -215,17 +215,13 @@ def the_caller_keeps_its_container(wrap: Wrap) -> Any:
 def a_container_that_is_reached_in_two_ways(wrap: Wrap) -> Any:
     """Through the variable, and as an attribute, an argument, a closed-over variable."""
 
-    class Keeping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.items = nn.Linear(4, 4), []
-
+    class Keeping(Holding):
         def forward(self, x: Tensor) -> Tensor:
             items = collector.get()["items"]
             items.append(1)
             return curve(self.linear(x), len(self.items) + (items is self.items))
 
-    module = Keeping()
+    module = Keeping(linear=nn.Linear(4, 4), items=[])
     items: list[int] = []
 
     def closing(x: Tensor) -> Tensor:
@@ -339,12 +335,7 @@ def the_default_of_a_variable(wrap: Wrap) -> Any:
 
 @right_with(recomputations=4)
 def a_tree_of_many_modules(wrap: Wrap) -> Any:
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(80))
-            self.items: list[int] = []
-
+    class Wide(Holding):
         def forward(self, x: Tensor) -> Tensor:
             for found in (collector.get()["logits"], collector.get()["own"]):
                 found.append(len(found))
@@ -352,7 +343,7 @@ def a_tree_of_many_modules(wrap: Wrap) -> Any:
             collector.get()["own"].append(x)
             return x
 
-    module = Wide()
+    module = Wide(layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(80)), items=[])
     region = wrap(module)
 
     def forward(x: Tensor) -> Tensor:
@@ -366,16 +357,12 @@ def a_tree_of_many_modules(wrap: Wrap) -> Any:
 def saved_calls_that_collect(wrap: Wrap) -> Any:
     """A call that appends runs again, since what comes after it in the region reads the list."""
 
-    class TraceSummary(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Layer()
-
+    class TraceSummary(Holding):
         def forward(self, x: Tensor) -> Tensor:
             x = self.layer(x)
             return curve(x, collector.get()["logits"][-1].detach() + len(collector.get()["logits"]))
 
-    model = nn.ModuleList(TraceSummary() for _ in range(3))
+    model = nn.ModuleList(TraceSummary(layer=Layer()) for _ in range(3))
     layers = [wrap(layer, policy=policies.save_modules("layer")) for layer in model]
 
     def forward(x: Tensor) -> Tensor:

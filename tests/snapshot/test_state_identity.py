@@ -92,11 +92,7 @@ def function_argument_is_compared_with_is(wrap: Wrap) -> Any:
     def gelu(x: Tensor) -> Tensor:
         return x * weight
 
-    def fn(x: Tensor, act: Callable[..., Any]) -> Tensor:
-        return curve(act(x), 2 if act is gelu else 3)
-
-    checkpointed = wrap(fn)
-    return train(lambda x: checkpointed(x, gelu), inputs())
+    return train(wrap(lambda x, act: curve(act(x), 2 if act is gelu else 3)), inputs(), gelu)
 
 
 @right
@@ -151,10 +147,7 @@ def two_functions_share_a_cell(wrap: Wrap) -> Any:
         calls += 1
         return curve(x, calls)
 
-    def read(x: Tensor) -> Tensor:
-        return curve(x, 1 + calls)
-
-    first, second = wrap(count), wrap(read)
+    first, second = wrap(count), wrap(lambda x: curve(x, 1 + calls))
     leaves = inputs(3)
     backward(*[second(first(x)) for x in leaves])
     return [[x.grad for x in leaves], calls]
@@ -220,12 +213,7 @@ def object_is_a_key(wrap: Wrap) -> Any:
 
     token, table = Token(), {}
     table[token] = 2.0
-
-    def fn(x: Tensor, given: Token) -> Tensor:
-        return curve(x, table.get(given, 3.0))
-
-    checkpointed = wrap(fn)
-    return train(lambda x: checkpointed(x, token), inputs())
+    return train(wrap(lambda x, given: curve(x, table.get(given, 3.0))), inputs(), token)
 
 
 @right
@@ -240,16 +228,12 @@ def object_is_a_weak_key(wrap: Wrap) -> Any:
         table[given] = table.get(given, 5.0) + 1
         return curve(x, table[given])
 
-    checkpointed = wrap(fn)
-    return [train(lambda x: checkpointed(x, token), inputs(3)), table[token], len(table)]
+    return [train(wrap(fn), inputs(3), token), table[token], len(table)]
 
 
 @right
 def tensor_argument_is_a_key(wrap: Wrap) -> Any:
-    def fn(x: Tensor, table: dict[Tensor, float]) -> Tensor:
-        return curve(x, table.get(x, 3.0))
-
-    checkpointed = wrap(fn)
+    checkpointed = wrap(lambda x, table: curve(x, table.get(x, 3.0)))
     return train(lambda x: checkpointed(x, {x: 2.0}), inputs())
 
 
@@ -263,8 +247,7 @@ def float_vector_argument_is_found_by_its_id(wrap: Wrap) -> Any:
 
     frequencies = torch.rand(4)
     table[id(frequencies)] = 2.0
-    checkpointed = wrap(fn)
-    return train(lambda x: checkpointed(x, frequencies), inputs())
+    return train(wrap(fn), inputs(), frequencies)
 
 
 @right
@@ -288,18 +271,13 @@ def tensor_is_a_weak_key(wrap: Wrap) -> Any:
     def fn(x: Tensor, given: Tensor) -> Tensor:
         return curve(x, scales.get(given, 3.0) + versions.get(given, 1.0))
 
-    checkpointed = wrap(fn)
-    return train(lambda x: checkpointed(x, frequencies), inputs())
+    return train(wrap(fn), inputs(), frequencies)
 
 
 @right
 def weak_reference_argument(wrap: Wrap) -> Any:
     weight = leaf(4)
-
-    def fn(x: Tensor, reference: weakref.ref[Tensor]) -> Tensor:
-        return curve(x * reference(), 2 if reference() is weight else 3)
-
-    checkpointed = wrap(fn)
+    checkpointed = wrap(lambda x, reference: curve(x * reference(), 2 if reference() is weight else 3))
     return [train(lambda x: checkpointed(x, weakref.ref(weight)), inputs()), weight.grad]
 
 
@@ -313,8 +291,7 @@ def tensors_of_a_set_are_looked_up(wrap: Wrap) -> Any:
             x = curve(x * weight, 2 if weight in frozen else 3)
         return x
 
-    checkpointed = wrap(fn)
-    return [train(lambda x: checkpointed(x, weights), inputs()), [weight.grad for weight in weights]]
+    return [train(wrap(fn), inputs(), weights), [weight.grad for weight in weights]]
 
 
 # -- tensors with Python attributes -------------------------------------------------------------------------------------
@@ -322,13 +299,10 @@ def tensors_of_a_set_are_looked_up(wrap: Wrap) -> Any:
 
 @right
 def argument_has_an_attribute(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        return curve(x, getattr(x, "factor", 3.0))
-
     leaves = inputs()
     for x in leaves:
         x.factor = 2.0
-    return train(wrap(fn), leaves)
+    return train(wrap(lambda x: curve(x, getattr(x, "factor", 3.0))), leaves)
 
 
 @right

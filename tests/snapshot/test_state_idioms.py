@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf
+from state_programs import Holding, Program, Programs, Wrap, backward, check_program, curve, gradients, leaf
 from torch import Tensor, nn
 
 import reactivate
@@ -53,15 +53,11 @@ def vocabulary_that_counts(wrap: Wrap) -> Any:
 
 @right
 def method_of_an_iterator_in_an_attribute(wrap: Wrap) -> Any:
-    class Numbers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.next = itertools.count().__next__
-
+    class Numbers(Holding):
         def forward(self, x: Tensor, step: int) -> Tensor:
             return curve(x, self.next())
 
-    numbers = Numbers()
+    numbers = Numbers(next=itertools.count().__next__)
     return trained(wrap, numbers), numbers.next()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracle import Watched, assert_bitwise
 from several import each
+from state_programs import Holding
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
@@ -168,15 +169,11 @@ HELD: dict[str, Callable[[], Tensor]] = {
 
 
 def in_attribute(held: Tensor, linear: nn.Module) -> Callable[[Tensor], Tensor]:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.held = linear, held
-
+    class Model(Holding):
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x).sin().cos()  # type: ignore[no-any-return]
 
-    return Model()
+    return Model(linear=linear, held=held)
 
 
 def in_buffer(held: Tensor, linear: nn.Module) -> Callable[[Tensor], Tensor]:

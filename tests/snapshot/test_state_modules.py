@@ -9,14 +9,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, state_of, train
+from state_programs import (
+    Holding,
+    Program,
+    Programs,
+    Wrap,
+    backward,
+    check_program,
+    curve,
+    gradients,
+    leaf,
+    state_of,
+    train,
+)
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from reactivate import policies
 
 PROGRAMS = Programs()
-right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
+right, right_by, right_with, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.right_with, PROGRAMS.loud
 
 
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
@@ -51,109 +63,87 @@ def made_in_the_first_forward(wrap: Wrap, make: Callable[[], nn.Module]) -> Any:
     return [found, same, state_of(module), [x.grad for x in [first, *others]]]
 
 
-@right
-def child_is_made_in_the_first_forward(wrap: Wrap) -> Any:
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if not hasattr(self, "proj"):
-                self.proj = nn.Linear(x.shape[-1], 4)
-            return curve(self.proj(x), 2)
-
-    return made_in_the_first_forward(wrap, Model)
+@right_by(made_in_the_first_forward)
+class ChildIsMadeInTheFirstForward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "proj"):
+            self.proj = nn.Linear(x.shape[-1], 4)
+        return curve(self.proj(x), 2)
 
 
-@right
-def parameter_is_made_in_the_first_forward(wrap: Wrap) -> Any:
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if not hasattr(self, "weight"):
-                self.weight = nn.Parameter(torch.randn(x.shape[-1], 4))
-            return curve(x @ self.weight, 2)
-
-    return made_in_the_first_forward(wrap, Model)
+@right_by(made_in_the_first_forward)
+class ParameterIsMadeInTheFirstForward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "weight"):
+            self.weight = nn.Parameter(torch.randn(x.shape[-1], 4))
+        return curve(x @ self.weight, 2)
 
 
-@right
-def registered_none_is_set_in_the_first_forward(wrap: Wrap) -> Any:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_parameter("w", None)
-            self.register_buffer("mean", None)
+@right_by(made_in_the_first_forward)
+class RegisteredNoneIsSetInTheFirstForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("w", None)
+        self.register_buffer("mean", None)
 
-        def forward(self, x: Tensor) -> Tensor:
-            if self.w is None:
-                self.w = nn.Parameter(torch.randn(x.shape[-1], 4))
-                self.mean = x.detach().mean(0)
-            return curve((x - self.mean) @ self.w, 2)
-
-    return made_in_the_first_forward(wrap, Model)
+    def forward(self, x: Tensor) -> Tensor:
+        if self.w is None:
+            self.w = nn.Parameter(torch.randn(x.shape[-1], 4))
+            self.mean = x.detach().mean(0)
+        return curve((x - self.mean) @ self.w, 2)
 
 
-@right
-def parameter_list_grows_in_the_first_forward(wrap: Wrap) -> Any:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList()
+@right_by(made_in_the_first_forward)
+class ParameterListGrowsInTheFirstForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList()
 
-        def forward(self, x: Tensor) -> Tensor:
-            if len(self.weights) < 2:
-                self.weights.append(nn.Parameter(torch.randn(4, 4)))
-                self.weights.append(nn.Parameter(torch.randn(4, 4)))
-            for weight in self.weights:
-                x = curve(x @ weight, 2)
-            return x
-
-    return made_in_the_first_forward(wrap, Model)
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.weights) < 2:
+            self.weights.append(nn.Parameter(torch.randn(4, 4)))
+            self.weights.append(nn.Parameter(torch.randn(4, 4)))
+        for weight in self.weights:
+            x = curve(x @ weight, 2)
+        return x
 
 
-@right
-def module_dict_grows_in_the_first_forward(wrap: Wrap) -> Any:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = nn.ModuleDict()
+@right_by(made_in_the_first_forward)
+class ModuleDictGrowsInTheFirstForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict()
 
-        def forward(self, x: Tensor) -> Tensor:
-            if "a" not in self.heads:
-                self.heads["a"] = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-            return curve(self.heads["a"](x), 2)
-
-    return made_in_the_first_forward(wrap, Model)
+    def forward(self, x: Tensor) -> Tensor:
+        if "a" not in self.heads:
+            self.heads["a"] = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        return curve(self.heads["a"](x), 2)
 
 
-@right
-def child_replaces_itself_in_the_first_forward(wrap: Wrap) -> Any:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.proj: nn.Module = nn.Identity()
+@right_by(made_in_the_first_forward)
+class ChildReplacesItselfInTheFirstForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj: nn.Module = nn.Identity()
 
-        def forward(self, x: Tensor) -> Tensor:
-            if isinstance(self.proj, nn.Identity):
-                self.proj = nn.Linear(4, 4)
-            return curve(self.proj(x), 2)
-
-    return made_in_the_first_forward(wrap, Model)
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.proj, nn.Identity):
+            self.proj = nn.Linear(4, 4)
+        return curve(self.proj(x), 2)
 
 
-@right
-def lazy_linear(wrap: Wrap) -> Any:
-    return made_in_the_first_forward(wrap, lambda: nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3)))
+PROGRAMS.rows(
+    made_in_the_first_forward,
+    {
+        "lazy_linear": (lambda: nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(3)),),
+        "lazy_batch_norm": (lambda: nn.Sequential(nn.Tanh(), nn.LazyBatchNorm1d(), nn.Linear(4, 4)),),
+    },
+)
 
 
-@right
-def lazy_batch_norm(wrap: Wrap) -> Any:
-    return made_in_the_first_forward(wrap, lambda: nn.Sequential(nn.Tanh(), nn.LazyBatchNorm1d(), nn.Linear(4, 4)))
-
-
-@right
-def lazy_convolution(wrap: Wrap) -> Any:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Unflatten(1, (2, 2)), nn.LazyConv1d(3, 1), nn.Tanh(), nn.Flatten())
-
-    return made_in_the_first_forward(wrap, make)
+@right_by(made_in_the_first_forward)
+def lazy_convolution() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (2, 2)), nn.LazyConv1d(3, 1), nn.Tanh(), nn.Flatten())
 
 
 @right
@@ -190,38 +180,32 @@ def weight_is_initialised_from_the_first_batch(wrap: Wrap) -> Any:
     return made_in_the_first_forward(wrap, lambda: nn.Sequential(nn.Linear(4, 4), ActNorm(), nn.Tanh()))
 
 
-@right
-def weight_is_initialised_from_data_through_data(wrap: Wrap) -> Any:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.ready = nn.Parameter(torch.ones(4)), False
+@right_by(made_in_the_first_forward)
+class WeightIsInitialisedFromDataThroughData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.ready = nn.Parameter(torch.ones(4)), False
 
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.ready:
-                self.scale.data = 1 / x.detach().std(0)
-                self.ready = True
-            return curve(x * self.scale, 2)
-
-    return made_in_the_first_forward(wrap, Model)
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.scale.data = 1 / x.detach().std(0)
+            self.ready = True
+        return curve(x * self.scale, 2)
 
 
 # -- parameters written in the forward ----------------------------------------------------------------------------------
 
 
-@right
-def weight_is_projected_in_the_forward(wrap: Wrap) -> Any:
-    class Projected(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 4))
+@right_by(made_in_the_first_forward)
+class WeightIsProjectedInTheForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.weight.div_(self.weight.norm(dim=1, keepdim=True).clamp_min(1))
-            return curve(x @ self.weight, 2)
-
-    return made_in_the_first_forward(wrap, Projected)
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm(dim=1, keepdim=True).clamp_min(1))
+        return curve(x @ self.weight, 2)
 
 
 @right
@@ -249,16 +233,11 @@ def weight_is_replaced_through_data_in_the_forward(wrap: Wrap) -> Any:
 
 @right
 def embedding_with_max_norm(wrap: Wrap) -> Any:
-    class Embed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(1000, 8, max_norm=1.0)
-            self.proj = nn.Linear(8, 4)
-
+    class Embed(Holding):
         def forward(self, index: Tensor) -> Tensor:
             return curve(self.proj(self.table(index)), 2)
 
-    module = Embed()
+    module = Embed(table=nn.Embedding(1000, 8, max_norm=1.0), proj=nn.Linear(8, 4))
     checkpointed = wrap(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     for _ in range(3):
@@ -271,11 +250,7 @@ def embedding_with_max_norm(wrap: Wrap) -> Any:
 @right
 def functional_embedding_with_max_norm(wrap: Wrap) -> Any:
     table = nn.Parameter(torch.randn(50, 8))
-
-    def fn(x: Tensor, index: Tensor) -> Tensor:
-        return curve(F.embedding(index, table, max_norm=1.0)[:, :4] + x, 2)
-
-    checkpointed = wrap(fn)
+    checkpointed = wrap(lambda x, index: curve(F.embedding(index, table, max_norm=1.0)[:, :4] + x, 2))
     return [train(lambda x: checkpointed(x, torch.randint(0, 50, (6,))), inputs()), table, table.grad]
 
 
@@ -537,19 +512,14 @@ def loss_in_an_attribute_is_dropped_before_the_backwards(wrap: Wrap) -> Any:
 
 @right
 def losses_are_appended_to_a_list(wrap: Wrap) -> Any:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
-            self.losses: list[Tensor] = []
-
+    class Model(Holding):
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
                 x = curve(layer(x), 2)
                 self.losses.append(x.mean())
             return x
 
-    module = Model()
+    module = Model(layers=nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), losses=[])
     checkpointed = wrap(module)
     found = []
     for x in inputs():
@@ -585,16 +555,12 @@ def attention_map_is_stored_and_read_after_backward(wrap: Wrap) -> Any:
 def stored_result_has_another_shape_than_the_one_before(wrap: Wrap) -> Any:
     """Early stop ends the recomputation before it stores its own."""
 
-    class Features(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.feat = torch.zeros(6, 4)
-
+    class Features(Holding):
         def forward(self, x: Tensor) -> Tensor:
             self.feat = x.tanh()
             return self.feat
 
-    module = Features()
+    module = Features(feat=torch.zeros(6, 4))
     checkpointed = wrap(module)
     found = []
     for rows in (4, 6, 4, 2, 2):
@@ -609,18 +575,14 @@ def stored_result_has_another_shape_than_the_one_before(wrap: Wrap) -> Any:
 def state_is_restarted_at_another_batch_size(wrap: Wrap) -> Any:
     """A recurrent cell that keeps its state, and trains on the next batch from where the backward left it."""
 
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell, self.hidden = nn.GRUCell(4, 4), torch.zeros(6, 4)
-
+    class Cell(Holding):
         def forward(self, x: Tensor) -> Tensor:
             if len(self.hidden) != len(x):
                 self.hidden = torch.zeros(len(x), 4)
             self.hidden = self.cell(x, self.hidden.detach())
             return self.hidden
 
-    module = Cell()
+    module = Cell(cell=nn.GRUCell(4, 4), hidden=torch.zeros(6, 4))
     checkpointed = wrap(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     losses = []
@@ -637,17 +599,13 @@ def state_is_restarted_at_another_batch_size(wrap: Wrap) -> Any:
 def memory_grows_with_each_of_several_calls(wrap: Wrap) -> Any:
     """Each recomputation reads the memory of its own call, which has another shape."""
 
-    class Memory(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.memory = nn.Linear(4, 4), torch.zeros(1, 4)
-
+    class Memory(Holding):
         def forward(self, x: Tensor) -> Tensor:
             out = curve(self.layer(x), self.memory.sum(0))
             self.memory = torch.cat([self.memory, out[:2]])
             return out
 
-    module = Memory()
+    module = Memory(layer=nn.Linear(4, 4), memory=torch.zeros(1, 4))
     checkpointed, xs = wrap(module, check="metadata"), inputs(6)
     for calls in (xs[:3], xs[3:]):
         backward(*map(checkpointed, calls))
@@ -736,11 +694,7 @@ def gradient_is_read_by_the_region(wrap: Wrap) -> Any:
     """The forward reads `.grad`, which the backward of an earlier microbatch changes before the recomputation."""
     layer = nn.Linear(4, 4)
     layer.weight.grad = torch.ones(4, 4)
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(layer(x), layer.weight.grad.sum().clone())
-
-    checkpointed, leaves = wrap(fn), inputs()
+    checkpointed, leaves = wrap(lambda x: curve(layer(x), layer.weight.grad.sum().clone())), inputs()
     for output in [checkpointed(x) for x in leaves]:
         backward(output)
     return [[x.grad for x in leaves], gradients(layer)]
@@ -781,11 +735,7 @@ def hook_on_a_sparse_input(wrap: Wrap) -> Any:
     calls: list[tuple[int, ...]] = []
     dense = leaf(4, 3)
     index = torch.tensor([[0, 1, 2], [1, 3, 0]])
-
-    def fn(values: Tensor, sparse: Tensor) -> Tensor:
-        return torch.sparse.mm(sparse, dense).tanh() + values.sum()
-
-    checkpointed = wrap(fn)
+    checkpointed = wrap(lambda values, sparse: torch.sparse.mm(sparse, dense).tanh() + values.sum())
     values = leaf(3)
     for _ in range(2):
         sparse = torch.sparse_coo_tensor(index, values, (4, 4))
@@ -798,11 +748,7 @@ def hook_on_a_sparse_input(wrap: Wrap) -> Any:
 def hook_on_a_jagged_input(wrap: Wrap) -> Any:
     calls: list[bool] = []
     parts = [leaf(2, 4), leaf(3, 4)]
-
-    def fn(nested: Tensor) -> Tensor:
-        return (nested * 2).tanh().sin().values()
-
-    checkpointed = wrap(fn)
+    checkpointed = wrap(lambda nested: (nested * 2).tanh().sin().values())
     for _ in range(2):
         nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
         nested.register_hook(lambda grad: calls.append(grad.is_nested))
@@ -813,11 +759,7 @@ def hook_on_a_jagged_input(wrap: Wrap) -> Any:
 @right
 def hook_on_a_masked_input(wrap: Wrap) -> Any:
     calls: list[str] = []
-
-    def fn(masked: Any) -> Any:
-        return (masked * 2).sin().exp()
-
-    checkpointed = wrap(fn)
+    checkpointed = wrap(lambda masked: (masked * 2).sin().exp())
     x = leaf(6)
     masked = torch.masked.masked_tensor(x.detach().clone(), torch.arange(6) % 2 == 0, requires_grad=True)
     masked.register_hook(lambda grad: calls.append(type(grad).__name__))
@@ -911,26 +853,22 @@ def changed_before_the_backward(wrap: Wrap, module: nn.Module, change: Callable[
     return found
 
 
-def tensor_in_an_attribute(wrap: Wrap, module: nn.Module, name: str) -> Any:
-    value = torch.tensor(0.1)
+def tensor_in_an_attribute(wrap: Wrap, make: Callable[[], nn.Module], name: str) -> Any:
+    module, value = make(), torch.tensor(0.1)
     setattr(module, name, value)
     model = nn.Sequential(nn.Linear(4, 4), module, nn.Tanh())
     return [changed_before_the_backward(wrap, model, lambda step: value.add_(0.1)), value]
 
 
-@right_with(recomputations=8)
-def slope_of_a_leaky_relu_is_a_tensor(wrap: Wrap) -> Any:
-    return tensor_in_an_attribute(wrap, nn.LeakyReLU(), "negative_slope")
-
-
-@right_with(recomputations=8)
-def epsilon_of_a_layer_norm_is_a_tensor(wrap: Wrap) -> Any:
-    return tensor_in_an_attribute(wrap, nn.LayerNorm(4), "eps")
-
-
-@right_with(recomputations=8)
-def momentum_of_a_batch_norm_is_a_tensor(wrap: Wrap) -> Any:
-    return tensor_in_an_attribute(wrap, nn.BatchNorm1d(4), "momentum")
+PROGRAMS.rows(
+    tensor_in_an_attribute,
+    {
+        "slope_of_a_leaky_relu_is_a_tensor": (nn.LeakyReLU, "negative_slope"),
+        "epsilon_of_a_layer_norm_is_a_tensor": (lambda: nn.LayerNorm(4), "eps"),
+        "momentum_of_a_batch_norm_is_a_tensor": (lambda: nn.BatchNorm1d(4), "momentum"),
+    },
+    recomputations=8,
+)
 
 
 @right_with(recomputations=8)
@@ -990,13 +928,8 @@ def weight_of_a_gru_inside_is_replaced(wrap: Wrap) -> Any:
 # -- parameters under another name ------------------------------------------------------------------------------------------
 
 
-class Renamed(nn.Module):
+class Renamed(Holding):
     """A parameter's effect depends on its name, and on its place among the parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Parameter(torch.randn(4))
-        self.other = nn.Parameter(torch.randn(4))
 
     def rename(self, step: int) -> None:
         old, new = ("one", "last") if hasattr(self, "one") else ("last", "one")
@@ -1012,7 +945,7 @@ class Renamed(nn.Module):
 
 @right_with(recomputations=8)
 def parameter_is_renamed_before_the_backward(wrap: Wrap) -> Any:
-    module = Renamed()
+    module = Renamed(one=nn.Parameter(torch.randn(4)), other=nn.Parameter(torch.randn(4)))
     return changed_before_the_backward(wrap, module, module.rename)
 
 

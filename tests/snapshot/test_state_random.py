@@ -11,13 +11,13 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from state_programs import Program, Programs, Wrap, backward, check_program, curve, leaf
+from state_programs import Holding, Program, Programs, Wrap, backward, check_program, curve, leaf
 from torch import Tensor, nn
 
 from reactivate._snapshot.generators import numpy_stream
 
 PROGRAMS = Programs()
-right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
+right, right_by, right_with, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.right_with, PROGRAMS.loud
 
 
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
@@ -48,84 +48,65 @@ def noisy(x: Tensor) -> Tensor:
 # -- torch's stream -----------------------------------------------------------------------------------------------------
 
 
-@right
-def dropout(wrap: Wrap) -> Any:
-    return trained(wrap, lambda x: F.dropout(x, 0.5).tanh() * F.dropout(x, 0.3))
+PROGRAMS.rows(
+    trained,
+    {
+        "dropout": (lambda x: F.dropout(x, 0.5).tanh() * F.dropout(x, 0.3),),
+        "data_loader_draws_between_forward_and_backward": (
+            lambda x: F.dropout(curve(x, 2), 0.5) * x,
+            lambda: torch.randn(3),
+        ),
+        "state_is_reseeded_between_forward_and_backward": (
+            noisy,
+            lambda: [torch.manual_seed(3).initial_seed(), torch.rand(2)],
+        ),
+    },
+)
 
 
-@right
-def data_loader_draws_between_forward_and_backward(wrap: Wrap) -> Any:
-    return trained(wrap, lambda x: F.dropout(curve(x, 2), 0.5) * x, lambda: torch.randn(3))
-
-
-@right
-def state_is_reseeded_between_forward_and_backward(wrap: Wrap) -> Any:
-    return trained(wrap, noisy, lambda: [torch.manual_seed(3).initial_seed(), torch.rand(2)])
-
-
-@right
-def fork_rng_around_a_draw(wrap: Wrap) -> Any:
+@right_by(trained, lambda: torch.rand(2))
+def fork_rng_around_a_draw(x: Tensor) -> Tensor:
     """The state after the region equals the state before, and numbers were drawn."""
-
-    def fn(x: Tensor) -> Tensor:
-        with torch.random.fork_rng():
-            return noisy(x)
-
-    return trained(wrap, fn, lambda: torch.rand(2))
-
-
-@right
-def fork_rng_with_a_seed_inside(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        with torch.random.fork_rng():
-            torch.manual_seed(11)
-            x = noisy(x)
+    with torch.random.fork_rng():
         return noisy(x)
 
-    return trained(wrap, fn, lambda: torch.rand(2))
 
-
-@right
-def state_is_put_back_after_a_draw(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        state = torch.get_rng_state()
+@right_by(trained, lambda: torch.rand(2))
+def fork_rng_with_a_seed_inside(x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
         x = noisy(x)
-        torch.set_rng_state(state)
-        return x
-
-    return trained(wrap, fn, lambda: torch.rand(2))
+    return noisy(x)
 
 
-@right
-def state_is_put_back_and_drawn_again(wrap: Wrap) -> Any:
+@right_by(trained, lambda: torch.rand(2))
+def state_is_put_back_after_a_draw(x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    x = noisy(x)
+    torch.set_rng_state(state)
+    return x
+
+
+@right_by(trained, lambda: torch.rand(2))
+def state_is_put_back_and_drawn_again(x: Tensor) -> Tensor:
     """A reversible layer or a shared dropout mask draws one number twice."""
-
-    def fn(x: Tensor) -> Tensor:
-        state = torch.get_rng_state()
-        first = F.dropout(x, 0.5)
-        torch.set_rng_state(state)
-        return curve(first, F.dropout(x, 0.5)) + noisy(x)
-
-    return trained(wrap, fn, lambda: torch.rand(2))
+    state = torch.get_rng_state()
+    first = F.dropout(x, 0.5)
+    torch.set_rng_state(state)
+    return curve(first, F.dropout(x, 0.5)) + noisy(x)
 
 
-@right
-def seed_is_set_inside(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        x = noisy(x)
-        torch.manual_seed(5)
-        return noisy(x)
-
-    return trained(wrap, fn, lambda: torch.rand(2))
+@right_by(trained, lambda: torch.rand(2))
+def seed_is_set_inside(x: Tensor) -> Tensor:
+    x = noisy(x)
+    torch.manual_seed(5)
+    return noisy(x)
 
 
-@right
-def seed_is_drawn_inside(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        torch.manual_seed(int(torch.randint(0, 1000, ())))
-        return noisy(x)
-
-    return trained(wrap, fn, lambda: torch.rand(2))
+@right_by(trained, lambda: torch.rand(2))
+def seed_is_drawn_inside(x: Tensor) -> Tensor:
+    torch.manual_seed(int(torch.randint(0, 1000, ())))
+    return noisy(x)
 
 
 @right
@@ -181,11 +162,7 @@ def microbatches_in_flight_draw(wrap: Wrap) -> Any:
 @right_with(recomputations=4)
 def nested_regions_draw(wrap: Wrap) -> Any:
     inner = wrap(noisy)
-
-    def fn(x: Tensor) -> Tensor:
-        return F.dropout(inner(F.dropout(x, 0.3)), 0.5) * inner(x)
-
-    return trained(wrap, fn, lambda: torch.rand(2))
+    return trained(wrap, lambda x: F.dropout(inner(F.dropout(x, 0.3)), 0.5) * inner(x), lambda: torch.rand(2))
 
 
 @right_with(recomputations=6)
@@ -235,35 +212,28 @@ def hook_draws_in_backward(wrap: Wrap) -> Any:
 # -- the streams of Python and NumPy ------------------------------------------------------------------------------------
 
 
-@right
-def python_draws(wrap: Wrap) -> Any:
-    return trained(wrap, lambda x: curve(x, random.random()), random.random)
+PROGRAMS.rows(
+    trained,
+    {
+        "python_draws": (lambda x: curve(x, random.random()), random.random),
+        "python_draws_between_forward_and_backward_only": (lambda x: curve(x, 2), random.random),
+    },
+)
 
 
-@right
-def python_draws_between_forward_and_backward_only(wrap: Wrap) -> Any:
-    return trained(wrap, lambda x: curve(x, 2), random.random)
+@right_by(trained, random.random)
+def python_state_is_put_back(x: Tensor) -> Tensor:
+    state = random.getstate()
+    x = curve(x, random.random())
+    random.setstate(state)
+    return x
 
 
-@right
-def python_state_is_put_back(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        state = random.getstate()
-        x = curve(x, random.random())
-        random.setstate(state)
-        return x
-
-    return trained(wrap, fn, random.random)
-
-
-@right
-def python_seed_inside(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        x = curve(x, random.random())
-        random.seed(3)
-        return curve(x, random.random())
-
-    return trained(wrap, fn, random.random)
+@right_by(trained, random.random)
+def python_seed_inside(x: Tensor) -> Tensor:
+    x = curve(x, random.random())
+    random.seed(3)
+    return curve(x, random.random())
 
 
 @right
@@ -277,25 +247,19 @@ def numpy_draws(wrap: Wrap) -> Any:
     return trained(wrap, lambda x: curve(x, float(numpy.random.rand())), lambda: float(numpy.random.rand()))
 
 
-@right
-def numpy_state_is_put_back(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        state = numpy.random.get_state()
-        x = curve(x, float(numpy.random.rand()))
-        numpy.random.set_state(state)
-        return x
-
-    return trained(wrap, fn, lambda: float(numpy.random.rand()))
+@right_by(trained, lambda: float(numpy.random.rand()))
+def numpy_state_is_put_back(x: Tensor) -> Tensor:
+    state = numpy.random.get_state()
+    x = curve(x, float(numpy.random.rand()))
+    numpy.random.set_state(state)
+    return x
 
 
-@right
-def numpy_seed_inside(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        x = curve(x, float(numpy.random.rand()))
-        numpy.random.seed(3)
-        return curve(x, float(numpy.random.rand()))
-
-    return trained(wrap, fn, lambda: float(numpy.random.rand()))
+@right_by(trained, lambda: float(numpy.random.rand()))
+def numpy_seed_inside(x: Tensor) -> Tensor:
+    x = curve(x, float(numpy.random.rand()))
+    numpy.random.seed(3)
+    return curve(x, float(numpy.random.rand()))
 
 
 @right
@@ -344,11 +308,7 @@ def with_generators(wrap: Wrap, place: Callable[[Any], Any], find: Callable[[Any
     for make, draw, state in GENERATORS.values():
         generator = make()
         holder = place(generator)
-
-        def fn(x: Tensor) -> Tensor:
-            return curve(x, draw(find(holder)))
-
-        found += [trained(wrap, fn, lambda: draw(generator)), state(generator)]
+        found += [trained(wrap, lambda x: curve(x, draw(find(holder))), lambda: draw(generator)), state(generator)]
     return found
 
 
@@ -377,35 +337,26 @@ def points_of_a_sobol_engine(wrap: Wrap) -> Any:
     return found
 
 
-@right
-def generators_in_closures(wrap: Wrap) -> Any:
-    return with_generators(wrap, lambda generator: generator, lambda holder: holder)
+PROGRAMS.rows(
+    with_generators,
+    {
+        "generators_in_closures": (lambda generator: generator, lambda holder: holder),
+        "generators_in_lists": (lambda generator: [generator], lambda holder: holder[0]),
+        "generators_in_nested_dicts": (lambda generator: {"a": {"b": [generator]}}, lambda holder: holder["a"]["b"][0]),
+        "generators_in_attributes_of_objects": (
+            lambda generator: SimpleNamespace(rng=generator),
+            lambda holder: holder.rng,
+        ),
+    },
+)
 
 
-@right
-def generators_in_lists(wrap: Wrap) -> Any:
-    return with_generators(wrap, lambda generator: [generator], lambda holder: holder[0])
+@right_by(with_generators, lambda holder: holder.rng)
+class GeneratorsInSlots:
+    __slots__ = ("rng",)
 
-
-@right
-def generators_in_nested_dicts(wrap: Wrap) -> Any:
-    return with_generators(wrap, lambda generator: {"a": {"b": [generator]}}, lambda holder: holder["a"]["b"][0])
-
-
-@right
-def generators_in_attributes_of_objects(wrap: Wrap) -> Any:
-    return with_generators(wrap, lambda generator: SimpleNamespace(rng=generator), lambda holder: holder.rng)
-
-
-@right
-def generators_in_slots(wrap: Wrap) -> Any:
-    class Holder:
-        __slots__ = ("rng",)
-
-        def __init__(self, rng: Any) -> None:
-            self.rng = rng
-
-    return with_generators(wrap, Holder, lambda holder: holder.rng)
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
 
 
 @right
@@ -418,11 +369,7 @@ def generators_in_arguments(wrap: Wrap) -> Any:
     found = []
     for make, draw, state in GENERATORS.values():
         generator = make()
-
-        def fn(x: Tensor, options: dict[str, Any], generator: Any) -> Tensor:
-            return curve(curve(x, draw(generator)), draw(options["rng"]))
-
-        checkpointed = wrap(fn)
+        checkpointed = wrap(lambda x, options, generator: curve(curve(x, draw(generator)), draw(options["rng"])))
         for x in inputs():
             out = checkpointed(x, {"rng": generator}, generator=generator)
             draw(generator)
@@ -458,17 +405,13 @@ def generators_of_a_module(wrap: Wrap) -> Any:
 
 @right
 def generators_of_a_child_in_a_list(wrap: Wrap) -> Any:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.children_in_a_list = [Noise(), Noise()]
-
+    class Model(Holding):
         def forward(self, x: Tensor) -> Tensor:
             for child in self.children_in_a_list:
                 x = child(x)
             return x
 
-    module = Model()
+    module = Model(children_in_a_list=[Noise(), Noise()])
     return [trained(wrap, module), [child.states() for child in module.children_in_a_list]]
 
 
@@ -521,21 +464,15 @@ def generator_is_replaced_before_backward(wrap: Wrap) -> Any:
     return [trained(wrap, module, replace), module.states()]
 
 
-@right
-def generator_is_made_from_the_stream(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(int(torch.randint(0, 1000, ())))
-        return curve(x, torch.rand(4, generator=generator) + random.Random(int(torch.randint(0, 9, ()))).random())
-
-    return trained(wrap, fn, lambda: torch.rand(1))
+@right_by(trained, lambda: torch.rand(1))
+def generator_is_made_from_the_stream(x: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(int(torch.randint(0, 1000, ())))
+    return curve(x, torch.rand(4, generator=generator) + random.Random(int(torch.randint(0, 9, ()))).random())
 
 
 @right
 def default_generator_is_passed_on(wrap: Wrap) -> Any:
-    def fn(x: Tensor, generator: torch.Generator) -> Tensor:
-        return curve(x, torch.rand(4, generator=generator) + torch.rand(4))
-
-    checkpointed = wrap(fn)
+    checkpointed = wrap(lambda x, generator: curve(x, torch.rand(4, generator=generator) + torch.rand(4)))
     found = []
     for x in inputs():
         out = checkpointed(x, torch.default_generator)

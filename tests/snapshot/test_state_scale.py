@@ -13,7 +13,19 @@ import pytest
 import torch
 from memory import allocated_by
 from oracle import Watched
-from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, state_of, train
+from state_programs import (
+    Holding,
+    Program,
+    Programs,
+    Wrap,
+    backward,
+    check_program,
+    curve,
+    gradients,
+    leaf,
+    state_of,
+    train,
+)
 from torch import Tensor, nn
 
 import reactivate
@@ -49,11 +61,7 @@ def alive(references: list[weakref.ref[Any]]) -> int:
 @right
 def closed_over_list_of_many_numbers(wrap: Wrap) -> Any:
     numbers = list(range(200_000))
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(x, numbers[-1] / len(numbers))
-
-    return [train(wrap(fn), [leaf(4) for _ in range(3)]), len(numbers)]
+    return [train(wrap(lambda x: curve(x, numbers[-1] / len(numbers))), [leaf(4) for _ in range(3)]), len(numbers)]
 
 
 @right
@@ -88,11 +96,7 @@ def vocabulary_is_in_the_reach_of_a_module(wrap: Wrap) -> Any:
 def batch_is_a_slice_of_a_large_data_set(wrap: Wrap) -> Any:
     data = torch.rand(10_000, 4)
     weight = leaf(4)
-
-    def fn(batch: Tensor) -> Tensor:
-        return curve(batch * weight, 2)
-
-    checkpointed = wrap(fn)
+    checkpointed = wrap(lambda batch: curve(batch * weight, 2))
     for index in range(3):
         backward(checkpointed(data[index * 8 : index * 8 + 8]))
     return [weight.grad, data[:32]]
@@ -100,16 +104,11 @@ def batch_is_a_slice_of_a_large_data_set(wrap: Wrap) -> Any:
 
 @right_with(recomputations=120)
 def many_blocks_of_one_model(wrap: Wrap) -> Any:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(60)])
-            self.norm = nn.BatchNorm1d(4)
-
+    class Model(Holding):
         def step(self, index: int, x: Tensor) -> Tensor:
             return self.norm(curve(self.blocks[index](x), 2))
 
-    model = Model()
+    model = Model(blocks=nn.ModuleList([nn.Linear(4, 4) for _ in range(60)]), norm=nn.BatchNorm1d(4))
     step = wrap(model.step)
 
     def forward(x: Tensor) -> Tensor:
@@ -167,17 +166,13 @@ def test_forward_only_calls_that_store_in_a_closure_keep_few_inputs() -> None:
 
 
 def test_forward_only_calls_that_carry_a_detached_state_keep_few_inputs() -> None:
-    class Carries(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.hidden = torch.zeros(6, 4)
-
+    class Carries(Holding):
         def forward(self, x: Tensor) -> Tensor:
             out = (x + self.hidden).tanh()
             self.hidden = out.detach()
             return out.square()
 
-    fn = reactivate.checkpoint(Carries())
+    fn = reactivate.checkpoint(Carries(hidden=torch.zeros(6, 4)))
     inputs: list[weakref.ref[Tensor]] = []
     with without_collector():
         for _ in range(20):
@@ -249,18 +244,14 @@ def test_the_function_is_freed_with_its_last_reference(make: Callable[[], Callab
 def test_a_scalar_loss_in_an_attribute_does_not_keep_the_recomputed_graph() -> None:
     """After backward the attribute holds the forward's loss, whose graph keeps as little as before."""
 
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(64, 64)
-
+    class Experts(Holding):
         def forward(self, x: Tensor) -> Tensor:
             for _ in range(4):
                 x = torch.tanh(self.linear(x))
             self.aux = x.mean()
             return x
 
-    layers = [Experts() for _ in range(8)]
+    layers = [Experts(linear=nn.Linear(64, 64)) for _ in range(8)]
     regions = [reactivate.checkpoint(layer) for layer in layers]
     x = leaf(256, 64)
     activation = x.numel() * x.element_size()
@@ -357,11 +348,7 @@ def test_copies_of_state_go_with_the_policy() -> None:
 def test_microbatches_in_flight_share_the_shadow_of_state_that_did_not_change() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     module.register_buffer("table", torch.rand(512, 512))
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(module(x), module.table[0, :4])
-
-    checkpointed = reactivate.checkpoint(fn)
+    checkpointed = reactivate.checkpoint(lambda x: curve(module(x), module.table[0, :4]))
     backward(checkpointed(leaf(6, 4)))
     leaves, kept = [leaf(6, 4) for _ in range(8)], []
     allocated = allocated_by(lambda: kept.extend(checkpointed(x) for x in leaves))
@@ -383,15 +370,11 @@ def test_a_region_keeps_nothing_for_each_block_that_it_does_not_touch() -> None:
     """A step over N blocks allocates for state in proportion to N, not to its square."""
 
     def left_for(blocks: int) -> int:
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.blocks = nn.ModuleList([nn.BatchNorm1d(4) for _ in range(blocks)])
-
+        class Model(Holding):
             def step(self, index: int, x: Tensor) -> Tensor:
                 return self.blocks[index](x).tanh()
 
-        model = Model()
+        model = Model(blocks=nn.ModuleList([nn.BatchNorm1d(4) for _ in range(blocks)]))
         step = reactivate.checkpoint(model.step)
 
         def forward() -> Tensor:
@@ -410,12 +393,8 @@ def test_regions_are_counted_once_a_call() -> None:
     """Two hundred regions over one `self` are two hundred recomputations, whatever is retained."""
     model = nn.ModuleList([nn.Linear(4, 4) for _ in range(200)])
     watched = Watched()
-
-    def step(index: int, x: Tensor) -> Tensor:
-        return curve(model[index](x), 2)
-
     with observed_by(watched):
-        region = reactivate.checkpoint(step)
+        region = reactivate.checkpoint(lambda index, x: curve(model[index](x), 2))
         x = leaf(6, 4)
         h = x
         for index in range(200):

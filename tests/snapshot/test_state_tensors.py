@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from state_programs import (
+    Holding,
     Program,
     Programs,
     Scale,
@@ -73,11 +74,7 @@ def state_in_a_dict_of_an_object(wrap: Wrap) -> Any:
 
 @right
 def state_in_a_list_of_a_module(wrap: Wrap) -> Any:
-    class Lists(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.means, self.peaks = [torch.ones(1, 4) for _ in range(2)], {"amax": torch.ones(1, 4)}
-
+    class Lists(Holding):
         def forward(self, x: Tensor) -> Tensor:
             out = curve(x, self.means[0].clone() + self.peaks["amax"])
             with torch.no_grad():
@@ -86,7 +83,7 @@ def state_in_a_list_of_a_module(wrap: Wrap) -> Any:
                 self.peaks["amax"].copy_(x.amax(0))
             return curve(out, self.means[1] + self.peaks["amax"].clone())
 
-    module = Lists()
+    module = Lists(means=[torch.ones(1, 4) for _ in range(2)], peaks={"amax": torch.ones(1, 4)})
     return [train(wrap(module), inputs()), module.means, module.peaks]
 
 
@@ -99,8 +96,8 @@ def state_in_an_argument_object(wrap: Wrap) -> Any:
         state.steps += 1
         return curve(out, state.amax.clone() * state.steps)
 
-    state, checkpointed = SimpleNamespace(amax=torch.ones(1, 4), steps=0), wrap(fn)
-    return [train(lambda x: checkpointed(x, state), inputs()), state.amax, state.steps]
+    state = SimpleNamespace(amax=torch.ones(1, 4), steps=0)
+    return [train(wrap(fn), inputs(), state), state.amax, state.steps]
 
 
 @right
@@ -111,8 +108,8 @@ def state_tensor_argument_is_written(wrap: Wrap) -> Any:
             amax.mul_(0.5).add_(x.amax(0))
         return curve(out, amax.clone())
 
-    amax, checkpointed = torch.ones(1, 4), wrap(fn)
-    return [train(lambda x: checkpointed(x, amax), inputs()), amax]
+    amax = torch.ones(1, 4)
+    return [train(wrap(fn), inputs(), amax), amax]
 
 
 @right
@@ -176,8 +173,8 @@ def mask_argument_is_filled(wrap: Wrap) -> Any:
         mask.fill_(float("-inf")).triu_(1)
         return torch.softmax(x @ x.t() + mask, -1) @ x
 
-    mask, checkpointed = torch.empty(6, 6), wrap(fn)
-    return [train(lambda x: checkpointed(x, mask), inputs()), mask]
+    mask = torch.empty(6, 6)
+    return [train(wrap(fn), inputs(), mask), mask]
 
 
 @right
@@ -196,34 +193,24 @@ def scratch_tensor_is_overwritten(wrap: Wrap) -> Any:
 
 @right
 def recurrent_state_is_carried_detached(wrap: Wrap) -> Any:
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.hidden = torch.zeros(6, 4)
-
+    class Cell(Holding):
         def forward(self, x: Tensor) -> Tensor:
             out = torch.tanh(self.linear(x) + self.hidden)
             self.hidden = out.detach()
             return out.square()
 
-    module = Cell()
+    module = Cell(linear=nn.Linear(4, 4), hidden=torch.zeros(6, 4))
     return [train(wrap(module), inputs()), module.hidden, gradients(module)]
 
 
 @right
 def recurrent_state_is_carried_with_its_graph(wrap: Wrap) -> Any:
-    class Cell(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.hidden = torch.zeros(6, 4)
-
+    class Cell(Holding):
         def forward(self, x: Tensor) -> Tensor:
             self.hidden = torch.tanh(self.linear(x) + self.hidden)
             return self.hidden.square()
 
-    module, leaves = Cell(), inputs()
+    module, leaves = Cell(linear=nn.Linear(4, 4), hidden=torch.zeros(6, 4)), inputs()
     checkpointed = wrap(module)
     backward(*[checkpointed(x) for x in leaves])
     return [[x.grad for x in leaves], module.hidden, gradients(module)]
@@ -257,17 +244,13 @@ def functional_batch_norm_on_tensors_of_a_list(wrap: Wrap) -> Any:
 
 @right
 def running_statistics_are_read(wrap: Wrap) -> Any:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-
+    class Reads(Holding):
         def forward(self, x: Tensor) -> Tensor:
             out = curve(x, self.norm.running_var.clone())
             out = self.norm(out)
             return curve(out, self.norm.running_mean.clone() + self.norm.num_batches_tracked)
 
-    module = Reads()
+    module = Reads(norm=nn.BatchNorm1d(4))
     return [train(wrap(module), inputs()), state_of(module)]
 
 
@@ -294,16 +277,12 @@ def num_batches_tracked_is_none(wrap: Wrap) -> Any:
 
 @right
 def batch_norm_child_by_its_forward(wrap: Wrap) -> Any:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-
+    class Model(Holding):
         def forward(self, x: Tensor) -> Tensor:
             out = self.norm.forward(x)
             return curve(out, self.norm.running_mean.clone())
 
-    module = Model()
+    module = Model(norm=nn.BatchNorm1d(4))
     return [train(wrap(module), inputs()), state_of(module)]
 
 
@@ -407,11 +386,7 @@ def gradient_penalty(wrap: Wrap) -> Any:
 def nested_regions_write(wrap: Wrap) -> Any:
     inner, outer = stateful(), Scale()
     nested = wrap(inner)
-
-    def fn(x: Tensor) -> Tensor:
-        return outer(nested(outer(x)))
-
-    return [train(wrap(fn), inputs()), state_of(inner), state_of(outer)]
+    return [train(wrap(lambda x: outer(nested(outer(x)))), inputs()), state_of(inner), state_of(outer)]
 
 
 @right_with(recomputations=4)
@@ -503,8 +478,8 @@ def copy_of_an_argument_is_written(wrap: Wrap) -> Any:
         z.mul_(3)
         return (y.tanh() * y) @ z
 
-    weight, checkpointed = leaf(4, 4), wrap(fn)
-    return [train(lambda x: checkpointed(x, weight), inputs()), weight.grad]
+    weight = leaf(4, 4)
+    return [train(wrap(fn), inputs(), weight), weight.grad]
 
 
 @right
@@ -517,8 +492,8 @@ def copy_of_a_kept_result_is_written(wrap: Wrap) -> Any:
         z[0] = 1
         return (y.tanh() * y + (z * z.sin()).to(torch.float32) * h).square()
 
-    weight, checkpointed = leaf(4, 4), wrap(fn, policy=policies.save_ops("matmul"))
-    return [train(lambda x: checkpointed(x, weight), inputs()), weight.grad]
+    weight = leaf(4, 4)
+    return [train(wrap(fn, policy=policies.save_ops("matmul")), inputs(), weight), weight.grad]
 
 
 @right
@@ -530,8 +505,8 @@ def kept_result_is_written(wrap: Wrap) -> Any:
         h = h.relu_()
         return (y.t() * h).tanh() * h
 
-    weight, checkpointed = leaf(4, 4), wrap(fn, policy=policies.save_ops("matmul"))
-    return [train(lambda x: checkpointed(x, weight), inputs()), weight.grad]
+    weight = leaf(4, 4)
+    return [train(wrap(fn, policy=policies.save_ops("matmul")), inputs(), weight), weight.grad]
 
 
 @right

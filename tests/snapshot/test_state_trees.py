@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_bitwise
+from state_programs import Holding
 from torch import Tensor, nn
 
 import reactivate
@@ -300,15 +301,11 @@ def test_values_that_change_with_every_call_need_no_walk(walks: list[Any]) -> No
 
 @pytest.mark.parametrize("is_large", [False, True])
 def test_nothing_is_kept_alive(is_large: bool) -> None:
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Scaled() for _ in range(70 if is_large else 2))
-
+    class Holder(Holding):
         def step(self, x: Tensor, index: int) -> Tensor:
             return self.blocks[index](x)
 
-    holder = Holder()
+    holder = Holder(blocks=nn.ModuleList(Scaled() for _ in range(70 if is_large else 2)))
     x = torch.randn(4, 4, requires_grad=True)
     for _ in range(3):
         y = x
