@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy
@@ -222,6 +223,33 @@ def assert_same(plain: Ran, ours: Ran) -> None:
         assert_bitwise(gradient, ours.gradients[name], f"gradient of {name}")
     for name, state in plain.state.items():
         assert_bitwise(state, ours.state[name], name)
+
+
+def assert_alike(one: Iterable[Any], other: Iterable[Any]) -> None:
+    """Two runs have returned as many results, each the same bit for bit."""
+    for index, (first, second) in enumerate(zip(one, other, strict=True)):
+        assert_bitwise(first, second, f"result {index}")
+
+
+def plainly(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """What stands for `reactivate.checkpoint` in a plain run."""
+    return fn
+
+
+def compare(once: Callable[[Callable[..., Any]], Iterable[Any]], **options: Any) -> Watched:
+    """`once(wrap)` returns the same bits with `wrap` a checkpoint, and there was one; return what the engine did."""
+    seed_everything()
+    plain, watched = list(once(plainly)), Watched()
+    seed_everything()
+    with observed_by(watched):
+        ours = list(once(partial(reactivate.checkpoint, **options)))
+    assert_alike(plain, ours)
+    assert watched.regions >= 1 and watched.recomputations >= 1, "a region ran, and was recomputed"
+    return watched
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)
 
 
 def check(

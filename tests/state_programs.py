@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from oracle import Watched, assert_bitwise, random_states, seed_everything
+from oracle import Watched, assert_bitwise, leaf, plainly, random_states, seed_everything
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -80,10 +80,6 @@ class Programs:
             self.listed.append(Program(run, recomputations=recomputations, name=name))
 
 
-def plainly(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return fn
-
-
 def with_torch(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         return torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)
@@ -145,8 +141,8 @@ def torch_is_right(program: Program, plain: dict[str, Any]) -> bool:
     return True
 
 
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
+def inputs(count: int = 3) -> list[Tensor]:
+    return [leaf(6, 4) for _ in range(count)]
 
 
 def curve(x: Tensor, factor: Any) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from journal import Journal
-from oracle import Case, Watched, assert_same, check, cotangents, run, seed_everything
+from oracle import Case, Watched, assert_same, check, cotangents, leaf, run, seed_everything
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -20,10 +20,6 @@ from reactivate._region.sharing import current_group
 from reactivate.errors import MutationError, UnsupportedError
 
 Backward = Callable[[list[Tensor], dict[str, Tensor]], Any]
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 def two_outputs() -> Case:

@@ -10,15 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Case, check
+from oracle import Case, check, leaf
 from several import each
 from torch import Tensor, nn
 
 import reactivate
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 @dataclass

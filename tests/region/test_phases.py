@@ -12,16 +12,12 @@ from weakref import WeakKeyDictionary, ref
 import pytest
 import torch
 from journal import Journal
-from oracle import Case, Watched, check
+from oracle import Case, Watched, check, leaf
 from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
 from reactivate._passes.observing import observed_by
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 def where() -> tuple[Any, bool]:

@@ -15,7 +15,7 @@ import numpy
 import pytest
 import torch
 from journal import Journal
-from oracle import Case, check
+from oracle import Case, check, leaf
 from torch import Tensor, nn
 
 import reactivate
@@ -31,10 +31,6 @@ from reactivate.errors import (
     UsageError,
 )
 from reactivate.guards import DEFAULT, ContextPair, Guard
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 def line_of(function: Callable[..., Any], text: str) -> int:

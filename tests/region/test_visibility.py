@@ -12,18 +12,13 @@ from typing import Any
 import pytest
 import torch
 from journal import Journal
-from oracle import Case, check
+from oracle import Case, check, leaf
 from several import each
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import reactivate
 from reactivate.errors import UsageError
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
-
 
 # -- is_recomputing (Rule 19) -----------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from journal import Journal
-from oracle import Case, assert_bitwise, assert_same, check, run, seed_everything
+from oracle import Case, assert_bitwise, assert_same, check, leaf, run, seed_everything
 from surroundings import Kept
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -30,10 +30,6 @@ save_ops, site = policies.save_ops, reactivate.site
 
 def everything(at: Site) -> Save:
     return Save()
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 class Reasons:

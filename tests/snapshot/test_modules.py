@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from journal import Journal
-from oracle import Case, assert_bitwise, check
+from oracle import Case, check, compare, flatten, leaf
 from state_programs import Holding
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
@@ -19,10 +20,6 @@ from torch.nn.utils import parametrizations, spectral_norm
 import reactivate
 from reactivate.errors import MutationError, UnsupportedError
 from reactivate.guards import DEFAULT
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
@@ -37,24 +34,14 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     return state
 
 
-def compare(make: Callable[[], nn.Module], scenario: Callable[[nn.Module, Any], Any]) -> None:
+def in_training(make: Callable[[], nn.Module], scenario: Callable[[nn.Module, Any], Any]) -> None:
     """`scenario(module, fn)` with fn the module, and with fn the checkpointed module: results and state are the same."""
-    results = []
-    for wrap in (lambda fn: fn, reactivate.checkpoint):
-        torch.manual_seed(0)
+
+    def once(wrap: Any) -> list[Any]:
         module = make()
-        result = scenario(module, wrap(module))
-        results.append((result, state_of(module), torch.get_rng_state()))
-    (plain, plain_state, plain_rng), (ours, our_state, our_rng) = results
-    for index, (one, other) in enumerate(zip(plain, ours, strict=True)):
-        assert_bitwise(one, other, f"result {index}")
-    assert plain_state.keys() == our_state.keys()
-    for name in plain_state:
-        if not isinstance(plain_state[name], (list, dict)) or not any(
-            isinstance(item, Tensor) for item in plain_state[name]
-        ):
-            assert_bitwise(plain_state[name], our_state[name], name)
-    assert torch.equal(plain_rng, our_rng)
+        return [*scenario(module, wrap(module)), *flatten(state_of(module)), torch.get_rng_state()]
+
+    compare(once)
 
 
 def inputs(count: int, *shape: int) -> list[Tensor]:
@@ -293,7 +280,7 @@ MODULES = [
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("make", MODULES, ids=lambda make: make.__name__)
 def test_state(make: Callable[[], nn.Module], scenario: Callable[[nn.Module, Any], Any]) -> None:
-    compare(make, scenario)
+    in_training(make, scenario)
 
 
 @pytest.mark.unfenced(reason="aliases are written to, and then it is right")
@@ -356,8 +343,6 @@ def as_an_attribute_of_self(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def in_a_partial(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    import functools
-
     return functools.partial(lambda module, x: module(x).sin(), module)
 
 
@@ -390,18 +375,13 @@ REACHES = [
 
 @pytest.mark.parametrize("reach", REACHES, ids=lambda reach: reach.__name__)
 def test_batch_norm_is_found(reach: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
-    results = []
-    for wrap in (lambda fn: fn, reactivate.checkpoint):
-        torch.manual_seed(0)
+    def once(wrap: Any) -> list[Any]:
         module = batch_norm()
-        fn = wrap(reach(module))
-        a, b = inputs(2, 8, 16)
-        out_a, out_b = fn(a), fn(b)
-        out_a.square().sum().backward()
-        out_b.square().sum().backward()
-        results.append([a.grad, b.grad, *module.buffers()])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-    assert results[1][-1].item() == 2
+        found = two_microbatches_interleaved(module, wrap(reach(module)))
+        assert module[1].num_batches_tracked.item() == 2
+        return [*found, *module.buffers()]
+
+    compare(once)
 
 
 def test_statistics_of_a_plain_batch_norm_call() -> None:
@@ -423,7 +403,6 @@ def test_functional_call_swaps_parameters_for_the_forward_only() -> None:
     """As meta-learning does it: the recomputation must see the parameters of the forward pass."""
 
     def once(wrap: Any) -> list[Tensor]:
-        torch.manual_seed(0)
         block = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
 
         class Model(Holding):
@@ -435,8 +414,7 @@ def test_functional_call_swaps_parameters_for_the_forward_only() -> None:
         torch.func.functional_call(model, fast, (x,)).square().sum().backward()
         return [x.grad, *(parameter.grad for parameter in fast.values())]
 
-    plain, ours = once(lambda fn: fn), once(reactivate.checkpoint)
-    assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True))
+    compare(once)
 
 
 def test_training_flag_of_one_submodule() -> None:
@@ -450,7 +428,7 @@ def test_training_flag_of_one_submodule() -> None:
         assert not module[1].training and module[3].training
         return [x.grad]
 
-    compare(batch_norm, scenario)
+    in_training(batch_norm, scenario)
 
 
 def test_attribute_changed_between_forward_and_backward() -> None:
@@ -462,7 +440,7 @@ def test_attribute_changed_between_forward_and_backward() -> None:
         assert module[3].p == 0.9
         return [x.grad]
 
-    compare(batch_norm, scenario)
+    in_training(batch_norm, scenario)
 
 
 # -- arguments that change ------------------------------------------------------------------------------------------------
@@ -470,7 +448,6 @@ def test_attribute_changed_between_forward_and_backward() -> None:
 
 def test_a_list_that_the_function_pops() -> None:
     def once(wrap: Any) -> list[Any]:
-        torch.manual_seed(0)
         x, items = leaf(4), [leaf(4), leaf(4), leaf(4)]
         kept = list(items)
 
@@ -484,8 +461,7 @@ def test_a_list_that_the_function_pops() -> None:
         assert len(items) == 1
         return [x.grad, *(item.grad for item in kept)]
 
-    for one, other in zip(once(lambda fn: fn), once(reactivate.checkpoint), strict=True):
-        assert_bitwise(one, other, "popped")
+    compare(once)
 
 
 class Cache:
@@ -512,7 +488,6 @@ class Layer:
 
 def test_a_cache_that_is_appended_to() -> None:
     def once(wrap: Any) -> list[Any]:
-        torch.manual_seed(0)
         x, cache = leaf(2, 4), Cache()
 
         def fn(x: Tensor, cache: Cache, index: int) -> Tensor:
@@ -527,13 +502,11 @@ def test_a_cache_that_is_appended_to() -> None:
         assert cache.seen == 6 and [tuple(layer.keys.shape) for layer in cache.layers] == [(4, 4)] * 3
         return [h.detach(), x.grad]
 
-    for one, other in zip(once(lambda fn: fn), once(reactivate.checkpoint), strict=True):
-        assert_bitwise(one, other, "cache")
+    compare(once)
 
 
 def test_a_dict_that_is_written_to_and_a_set_and_an_iterator() -> None:
     def once(wrap: Any) -> list[Any]:
-        torch.manual_seed(0)
         x, table, names, numbers = leaf(4), {"scale": leaf(4)}, {"a"}, iter([2.0, 3.0])
 
         def fn(x: Tensor, table: dict[str, Tensor], names: set[str], numbers: Iterator[float]) -> Tensor:
@@ -548,8 +521,7 @@ def test_a_dict_that_is_written_to_and_a_set_and_an_iterator() -> None:
         assert list(table) == ["new"] and names == set() and next(numbers) == 3.0
         return [x.grad, kept.grad]
 
-    for one, other in zip(once(lambda fn: fn), once(reactivate.checkpoint), strict=True):
-        assert_bitwise(one, other, "dict")
+    compare(once)
 
 
 def test_a_generator_that_the_forward_goes_through_is_refused_by_name() -> None:
@@ -592,7 +564,7 @@ def test_late_binding_of_a_loop_variable() -> None:
             h = wrap(lambda h: layer(h).tanh() * (index + 1))(h)
         return torch.autograd.grad(h.sum(), [x, *(layer.weight for layer in layers)])
 
-    assert all(torch.equal(one, other) for one, other in zip(once(lambda fn: fn), once(reactivate.checkpoint)))
+    compare(once)
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------------
@@ -654,7 +626,7 @@ def test_embedding_that_renormalises() -> None:
                 module.weight.sub_(module.weight.grad)
         return found
 
-    compare(lambda: nn.Embedding(1000, 16, max_norm=1.0), scenario)
+    in_training(lambda: nn.Embedding(1000, 16, max_norm=1.0), scenario)
 
 
 def test_buffer_written_between_forward_and_backward() -> None:
@@ -665,7 +637,7 @@ def test_buffer_written_between_forward_and_backward() -> None:
         out.sum().backward()
         return [x.grad]
 
-    compare(SharedStorage, scenario)
+    in_training(SharedStorage, scenario)
 
 
 class Masked(nn.Module):
@@ -694,7 +666,7 @@ def test_buffer_written_or_replaced_between_forward_and_backward_is_read_as_it_w
             assert not module.mask.any()
             return [x.grad]
 
-        compare(Masked, scenario)
+        in_training(Masked, scenario)
 
 
 class Late(nn.Module):
@@ -721,4 +693,4 @@ def test_buffer_written_for_the_first_time_after_clean_calls() -> None:
             found.append(x.grad)
         return found
 
-    compare(Late, scenario)
+    in_training(Late, scenario)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import Case, Watched, assert_same, check, run, tensors_in
+from oracle import Case, Watched, assert_same, check, leaf, run, tensors_in
 from several import each
 from torch import Tensor, nn
 
@@ -23,11 +23,6 @@ from reactivate import policies
 from reactivate._passes.observing import observed_by, without_regions
 from reactivate._region import due
 from reactivate.errors import MutationError
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
-
 
 # -- mutation between forward and backward (Rule 15) ------------------------------------------------------------------
 

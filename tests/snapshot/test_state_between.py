@@ -17,6 +17,7 @@ from state_programs import (
     check_program,
     curve,
     gradients,
+    inputs,
     leaf,
     state_of,
     train,
@@ -33,10 +34,6 @@ right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
 def test_program(program: Program) -> None:
     check_program(program)
-
-
-def inputs(count: int = 3) -> list[Tensor]:
-    return [leaf(6, 4) for _ in range(count)]
 
 
 def test_a_layer_frozen_before_backward_is_named_as_such() -> None:

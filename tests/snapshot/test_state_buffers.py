@@ -19,6 +19,7 @@ from state_programs import (
     backward,
     check_program,
     curve,
+    inputs,
     leaf,
     plainly,
     state_of,
@@ -38,10 +39,6 @@ right, right_by, right_with, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
 def test_program(program: Program) -> None:
     check_program(program)
-
-
-def inputs(count: int = 3) -> list[Tensor]:
-    return [leaf(6, 4) for _ in range(count)]
 
 
 # -- one memory under two names -----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from state_programs import (
     check_program,
     curve,
     gradients,
+    inputs,
     leaf,
     state_of,
     train,
@@ -34,10 +35,6 @@ right, right_by, right_with, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
 def test_program(program: Program) -> None:
     check_program(program)
-
-
-def inputs(count: int = 3) -> list[Tensor]:
-    return [leaf(6, 4) for _ in range(count)]
 
 
 # -- state made in the first forward ------------------------------------------------------------------------------------

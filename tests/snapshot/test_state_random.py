@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from state_programs import Holding, Program, Programs, Wrap, backward, check_program, curve, leaf
+from state_programs import Holding, Program, Programs, Wrap, backward, check_program, curve, inputs, leaf
 from torch import Tensor, nn
 
 from reactivate._snapshot.generators import numpy_stream
@@ -23,10 +23,6 @@ right, right_by, right_with, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
 def test_program(program: Program) -> None:
     check_program(program)
-
-
-def inputs(count: int = 3) -> list[Tensor]:
-    return [leaf(6, 4) for _ in range(count)]
 
 
 def trained(wrap: Wrap, fn: Callable[[Tensor], Tensor], between: Callable[[], Any] = lambda: None) -> Any:

@@ -20,6 +20,7 @@ from state_programs import (
     check_program,
     curve,
     gradients,
+    inputs,
     leaf,
     state_of,
     train,
@@ -35,10 +36,6 @@ right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
 def test_program(program: Program) -> None:
     check_program(program)
-
-
-def inputs(count: int = 3) -> list[Tensor]:
-    return [leaf(6, 4) for _ in range(count)]
 
 
 # -- tensors outside of modules -----------------------------------------------------------------------------------------
