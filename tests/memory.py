@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """What goes in here goes with its last reference."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def alive(references: Iterable[weakref.ref[Any]]) -> int:
+    """Count the references whose objects are there."""
+    return sum(reference() is not None for reference in references)
 
 
 @dataclass

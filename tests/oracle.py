@@ -107,6 +107,19 @@ def backward_once(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
     torch.autograd.backward(outputs, cotangents(outputs))
 
 
+def backward_twice(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
+    torch.autograd.backward(outputs, cotangents(outputs), retain_graph=True)
+    torch.autograd.backward(outputs, cotangents(outputs))
+
+
+def double_backward(outputs: list[Tensor], inputs: dict[str, Tensor]) -> list[Tensor | None]:
+    """The gradients of the squares of gradients."""
+    loss = sum(output.float().square().sum() for output in outputs)
+    gradients = torch.autograd.grad(loss, list(inputs.values()), create_graph=True, allow_unused=True)  # type: ignore[arg-type]
+    sum(gradient.square().sum() for gradient in gradients if gradient is not None).backward()  # type: ignore[union-attr]
+    return list(gradients)
+
+
 def cotangents(outputs: list[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(out.shape, generator=generator).to(out.device, out.dtype) for out in outputs]
@@ -225,10 +238,10 @@ def assert_same(plain: Ran, ours: Ran) -> None:
         assert_bitwise(state, ours.state[name], name)
 
 
-def assert_alike(one: Iterable[Any], other: Iterable[Any]) -> None:
+def assert_alike(one: Iterable[Any], other: Iterable[Any], name: str = "result") -> None:
     """Two runs have returned as many results, each the same bit for bit."""
     for index, (first, second) in enumerate(zip(one, other, strict=True)):
-        assert_bitwise(first, second, f"result {index}")
+        assert_bitwise(first, second, f"{name} {index}")
 
 
 def plainly(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:

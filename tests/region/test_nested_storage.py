@@ -11,11 +11,10 @@ its recomputations store is loaded.
 from __future__ import annotations
 
 import contextlib
-import gc
 import pathlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from journal import Journal
-from oracle import Case, Ran, assert_same, cotangents, run
+from memory import without_collector
+from oracle import Case, Ran, assert_same, backward_twice, cotangents, double_backward, run
 from surroundings import Failure
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -217,16 +217,12 @@ def plainly(kind: str, backward: Any) -> Ran:
         return run(partial(nested, kind, None, None, None), None, backward)
 
 
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 # -- tests ------------------------------------------------------------------------------------------------------------
+
+
+def chosen(shelves: list[Any], saved: Any) -> list[Any]:
+    return [shelf if is_used else None for shelf, is_used in zip(shelves, saved)]
+
 
 SAVED = [(True, False, False), (False, True, False), (False, False, True), (False, True, True), (True, True, True)]
 of_all_kinds = pytest.mark.parametrize("kind", KINDS)
@@ -264,7 +260,7 @@ def test_stored_for_each_run_loaded_for_each_backward_and_let_go_of(
 
     plain = plainly(kind, backward)
     held.clear()
-    used = [shelf if is_used else None for shelf, is_used in zip(shelves, saved)]
+    used = chosen(shelves, saved)
     with without_collector():
         ours = run(partial(nested, kind, *used, early_stop=early_stop), None, backward)
     assert_same(plain, ours)
@@ -293,35 +289,21 @@ def test_one_storage_for_both_or_one_for_each(
     kind: str, of_outer: type[Shelf], of_inner: type[Shelf], folders: list[pathlib.Path]
 ) -> None:
     one, other = of_outer(folders[0]), of_inner(folders[1])
-    plain = plainly(kind, twice)
+    plain = plainly(kind, backward_twice)
     for used in ((one, one, one), (one, other, one), (one, None, other), (other, one, reactivate.storage.Device())):
         with without_collector():
-            assert_same(plain, run(partial(nested, kind, *used), None, twice))
+            assert_same(plain, run(partial(nested, kind, *used), None, backward_twice))
             assert one.held() == other.held() == 0
     assert one.loads and other.loads
-
-
-def twice(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
-    torch.autograd.backward(outputs, cotangents(outputs), retain_graph=True)
-    torch.autograd.backward(outputs, cotangents(outputs))
 
 
 @of_all_kinds
 @of_all_storages
 def test_double_backward(storage: type[Shelf], kind: str, folders: list[pathlib.Path]) -> None:
-    def double(outputs: list[Tensor], inputs: dict[str, Tensor]) -> list[Tensor]:
-        loss = outputs[0].square().sum()
-        gradients = torch.autograd.grad(loss, list(inputs.values()), create_graph=True)
-        sum(gradient.square().sum() for gradient in gradients).backward()  # type: ignore[union-attr]
-        return list(gradients)
-
-    plain = plainly(kind, double)
+    plain = plainly(kind, double_backward)
     for saved in SAVED:
         shelves = [storage(folder) for folder in folders]
-        ours = run(
-            partial(nested, kind, *(shelf if is_used else None for shelf, is_used in zip(shelves, saved))), None, double
-        )
-        assert_same(plain, ours)
+        assert_same(plain, run(partial(nested, kind, *chosen(shelves, saved)), None, double_backward))
         assert any(shelf.loads for shelf in shelves)
 
 
@@ -352,9 +334,9 @@ def test_where_the_region_inside_comes_last(
         return Case(region, (leaf(), leaf()))
 
     with without_regions():
-        plain = run(make, None, twice)
+        plain = run(make, None, backward_twice)
     with without_collector():
-        assert_same(plain, run(make, None, twice))
+        assert_same(plain, run(make, None, backward_twice))
         assert [shelf.held() for shelf in shelves] == [0, 0, 0]
     assert sum(shelves[0].loads) == sum(shelves[2].loads) == 2 * each * (2 if kind == "result" else 1)
 
@@ -377,8 +359,8 @@ class Odd(Doubles):
 @of_all_kinds
 @pytest.mark.parametrize("storage", [*STORAGES, Odd])
 def test_values_are_compared_as_well(storage: type[Shelf], kind: str, saved: Any, folders: list[pathlib.Path]) -> None:
-    used = [storage(folder) if is_used else None for folder, is_used in zip(folders, saved)]
-    assert_same(plainly(kind, twice), run(partial(nested, kind, *used, check="every"), None, twice))
+    used = chosen([storage(folder) for folder in folders], saved)
+    assert_same(plainly(kind, backward_twice), run(partial(nested, kind, *used, check="every"), None, backward_twice))
 
 
 # -- inputs of regions, by hooks around them --------------------------------------------------------------------------
@@ -415,10 +397,10 @@ def test_inputs_of_both_regions(storage: type[Shelf], saved: Any, is_alive: bool
 
     def backward(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
         held.append([around_outer.held(), around_inner.held()])
-        twice(outputs, inputs)
+        backward_twice(outputs, inputs)
         held.append([around_outer.held(), around_inner.held()])
 
-    plain = plainly("name", twice)
+    plain = plainly("name", backward_twice)
     with without_collector():
         assert_same(plain, run(make, None, backward))
     assert held == [[2, 2], [0, 0]], "the two inputs of each region"
@@ -436,7 +418,7 @@ def test_a_forward_that_fails_can_be_tried_again(storage: type[Shelf], saved: An
     """The first use of a storage fails, then the second, and so on."""
     trap = Trap()
     shelves = [storage(folder, trap) for folder in folders]
-    used = [shelf if is_used else None for shelf, is_used in zip(shelves, saved)]
+    used = chosen(shelves, saved)
 
     def make() -> Case:
         case = nested("name", *used)
@@ -450,9 +432,9 @@ def test_a_forward_that_fails_can_be_tried_again(storage: type[Shelf], saved: An
         trap.calls = 0
         return case
 
-    plain = plainly("name", twice)
+    plain = plainly("name", backward_twice)
     with without_collector():
-        assert_same(plain, run(make, None, twice))
+        assert_same(plain, run(make, None, backward_twice))
     assert [shelf.held() for shelf in shelves] == [0, 0, 0]
     assert trap.sprung >= 1
 
@@ -465,7 +447,7 @@ def test_a_backward_that_fails_can_be_tried_again(
     """The first use of a storage in the backward fails, then the second, and so on."""
     trap = Trap()
     shelves = [storage(folder, trap) for folder in folders]
-    used = [shelf if is_used else None for shelf, is_used in zip(shelves, saved)]
+    used = chosen(shelves, saved)
 
     def backward(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
         is_done = False
@@ -480,7 +462,7 @@ def test_a_backward_that_fails_can_be_tried_again(
                     leaf.grad = None
         torch.autograd.backward(outputs, cotangents(outputs))
 
-    plain = plainly("name", twice)
+    plain = plainly("name", backward_twice)
     with without_collector():
         assert_same(plain, run(partial(nested, "name", *used), None, backward))
     assert [shelf.held() for shelf in shelves] == [0, 0, 0]

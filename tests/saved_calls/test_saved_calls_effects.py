@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from journal import Journal
-from oracle import Case, Watched, assert_same, run
+from oracle import Case, Watched, assert_same, check, run
 from torch import Tensor, nn
 
 import reactivate
@@ -207,6 +207,24 @@ def twice(region: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: region(region(x))
 
 
+def case(fn: Callable[..., Any]) -> Case:
+    return Case(fn, (torch.rand(4, 4, requires_grad=True),))
+
+
+def calls_of_the_child(make: Callable[[], Parent]) -> list[int]:
+    """Compare plain and with the child saved, in two regions; return how often it was called in each."""
+    models: list[Any] = []
+
+    def made() -> Case:
+        models.append(make())
+        return case(models[-1])
+
+    plain, ours = run(made, twice), run(made, saving_child)
+    assert_same(plain, ours)
+    assert ours.regions == 2 and ours.recomputations == 2
+    return [len(model.child.calls) for model in models]
+
+
 def saving_child(model: Any) -> Callable[[Tensor], Tensor]:
     return twice(reactivate.checkpoint(model, policy=policies.save_modules("child")))
 
@@ -217,29 +235,21 @@ def test_a_saved_module_with_an_effect_runs_again(name: str, extra: int) -> None
     """In trees of modules that are recorded whole, and in those that are recorded as they are reached."""
     prepare, do, read, reason = EFFECTS[name]
 
-    def make(models: list[Parent]) -> Case:
+    def make() -> Parent:
         VARIABLE.set(1.0)
         torch.set_default_dtype(torch.float32)
-        models.append(Parent(Child(prepare, do), read, extra))
-        return Case(models[-1], (torch.rand(4, 4, requires_grad=True),))
+        return Parent(Child(prepare, do), read, extra)
 
-    models: list[Parent] = []
-    plain, ours = run(partial(make, models), twice), run(partial(make, models), saving_child)
-    assert_same(plain, ours)
-    assert ours.regions == 2 and ours.recomputations == 2
-    assert [len(model.child.calls) for model in models] == [4, 8]  # type: ignore[arg-type]
+    assert calls_of_the_child(make) == [4, 8]
     reasons = Reasons()
     with observed_by(reasons):
-        case = make(models)
-        saving_child(case.fn)(*case.args)
+        made = case(make())
+        saving_child(made.fn)(*made.args)
     assert len(reasons.found) == 4 and all(reason in str(item) for item in reasons.found), reasons.found
 
 
 def test_a_saved_module_that_accumulates_a_gradient() -> None:
-    make = lambda: Case(  # noqa: E731
-        Parent(Child(nothing, gradient), lambda child: child.weight.grad.mean() + 2),
-        (torch.rand(4, 4, requires_grad=True),),
-    )
+    make = lambda: case(Parent(Child(nothing, gradient), lambda child: child.weight.grad.mean() + 2))  # noqa: E731
     plain, ours = run(make), run(make, partial(reactivate.checkpoint, policy=policies.save_modules("child")))
     assert_same(plain, ours)
     assert ours.regions == 1 and ours.recomputations >= 1
@@ -247,14 +257,10 @@ def test_a_saved_module_that_accumulates_a_gradient() -> None:
 
 @pytest.mark.parametrize("extra", [0, 80])
 def test_a_saved_module_without_an_effect_is_skipped(extra: int) -> None:
-    def make(models: list[Parent]) -> Case:
-        models.append(Parent(Child(with_buffer, lambda child, x: F.dropout(x * child.total.add(1), 0.5)), one, extra))
-        return Case(models[-1], (torch.rand(4, 4, requires_grad=True),))
-
-    models: list[Parent] = []
-    plain, ours = run(partial(make, models), twice), run(partial(make, models), saving_child)
-    assert_same(plain, ours)
-    assert ours.regions == 2 and [len(model.child.calls) for model in models] == [4, 4]  # type: ignore[arg-type]
+    model = lambda: Parent(  # noqa: E731
+        Child(with_buffer, lambda child, x: F.dropout(x * child.total.add(1), 0.5)), one, extra
+    )
+    assert calls_of_the_child(model) == [4, 4]
 
 
 class Counting(Parent):
@@ -269,14 +275,10 @@ class Counting(Parent):
 
 
 def test_what_the_region_did_before_a_saved_call_is_no_effect_of_it() -> None:
-    def make(models: list[Parent]) -> Case:
-        models.append(Counting(Child(with_buffer, lambda child, x: (x * child.weight * child.total).cos()), one))
-        return Case(models[-1], (torch.rand(4, 4, requires_grad=True),))
-
-    models: list[Parent] = []
-    plain, ours = run(partial(make, models), twice), run(partial(make, models), saving_child)
-    assert_same(plain, ours)
-    assert ours.regions == 2 and [len(model.child.calls) for model in models] == [2, 2]  # type: ignore[arg-type]
+    model = lambda: Counting(  # noqa: E731
+        Child(with_buffer, lambda child, x: (x * child.weight * child.total).cos()), one
+    )
+    assert calls_of_the_child(model) == [2, 2]
 
 
 def test_a_saved_call_in_a_recomputation_reads_no_weight_that_was_written_to_since() -> None:
@@ -305,10 +307,8 @@ class Detached(nn.Module):
 def test_an_alias_of_an_argument_is_derived_and_not_kept() -> None:
     x = torch.rand(512, 512, requires_grad=True)
     model = nn.Sequential(nn.Tanh(), Detached(), nn.Tanh())
-    make = lambda: Case(model, (x,))  # noqa: E731
-    plain, ours = run(make), run(make, partial(reactivate.checkpoint, policy=policies.save_modules("1")))
-    assert_same(plain, ours)
-    assert ours.recomputations == 1 and 2 * ours.kept_bytes < x.nbytes < plain.kept_bytes
+    plain, ours = check(lambda: Case(model, (x,)), policy=policies.save_modules("1"))
+    assert 2 * ours.kept_bytes < x.nbytes < plain.kept_bytes
 
 
 class Under:
@@ -326,7 +326,9 @@ class Over(Under):
 
 
 def test_a_result_with_two_slots_of_one_name() -> None:
-    def make(calls: Journal) -> Case:
+    calls = Journal()
+
+    def make() -> Case:
         def call(x: Tensor) -> tuple[Tensor, Over]:
             calls.append(1)
             return x.cos(), Over(3.0)
@@ -336,19 +338,18 @@ def test_a_result_with_two_slots_of_one_name() -> None:
             return (y.exp() * found.scale * Under.scale.__get__(found)).sin()  # type: ignore[attr-defined, no-any-return]
 
         saved = reactivate.site(call, name="saved")
-        return Case(fn, (torch.rand(4, 4, requires_grad=True),))
+        return case(fn)
 
-    calls = Journal()
-    plain = run(partial(make, Journal()))
-    ours = run(partial(make, calls), partial(reactivate.checkpoint, policy=policies.save_names("saved")))
-    assert_same(plain, ours)
-    assert ours.regions == ours.recomputations == 1 and len(calls) == 1
+    check(make, policy=policies.save_names("saved"), saves_memory=False)
+    assert len(calls) == 2, "one call in the plain run"
 
 
 def test_values_that_fill_their_caches_are_no_effect() -> None:
     """A path fills its slots when it is read for the first time: what it says does not change by that."""
 
-    def make(calls: Journal) -> Case:
+    calls = Journal()
+
+    def make() -> Case:
         folder, address = Path("some") / "folder", ip_network("10.0.0.0/8")
 
         def call(x: Tensor) -> Tensor:
@@ -356,13 +357,10 @@ def test_values_that_fill_their_caches_are_no_effect() -> None:
             return x.cos() * len(str(folder)) * len(folder.parts) * len(str(address.broadcast_address))
 
         saved = reactivate.site(call, name="saved")
-        return Case(lambda x: (saved(x.sin()).exp() * len(folder.parts)).sin(), (torch.rand(4, 4, requires_grad=True),))
+        return case(lambda x: (saved(x.sin()).exp() * len(folder.parts)).sin())
 
-    calls = Journal()
-    plain = run(partial(make, Journal()))
-    ours = run(partial(make, calls), partial(reactivate.checkpoint, policy=policies.save_names("saved")))
-    assert_same(plain, ours)
-    assert ours.regions == ours.recomputations == 1 and len(calls) == 1
+    check(make, policy=policies.save_names("saved"), saves_memory=False)
+    assert len(calls) == 2, "one call in the plain run"
 
 
 @pytest.mark.parametrize(("training", "reasons"), [(True, ["it moves running statistics"]), (False, [None])])
@@ -431,7 +429,7 @@ def test_a_call_that_changes_the_state_of_a_guard(moves: bool) -> None:
             return x.cos()
 
         saved = reactivate.site(call, name="saved")
-        return Case(lambda x: (saved(x.sin()).exp() * level.value).sin(), (torch.rand(4, 4, requires_grad=True),))
+        return case(lambda x: (saved(x.sin()).exp() * level.value).sin())
 
     calls, level, before = Journal(), Level(), sys.getswitchinterval()
     level.value = 1.0

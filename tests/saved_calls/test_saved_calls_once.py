@@ -9,19 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Watched, assert_bitwise
+from oracle import compare
 from torch import Tensor, nn
 
-import reactivate
 from reactivate import policies
-from reactivate._passes.observing import observed_by
 
 STEPS = 5
 Block = Callable[[Tensor], Tensor]
 
 
 def trained(make: Callable[[], Block], wrap: Callable[[Block], Any], sizes: tuple[int, ...]) -> list[Any]:
-    torch.manual_seed(0)
     block = make()
     region = wrap(block)
     found: list[Any] = []
@@ -36,13 +33,8 @@ def trained(make: Callable[[], Block], wrap: Callable[[Block], Any], sizes: tupl
 
 
 def assert_exact(make: Callable[[], Block], policy: Any, sizes: tuple[int, ...] = (4,) * STEPS) -> None:
-    plain = trained(make, lambda block: block, sizes)
-    ran = Watched()
-    with observed_by(ran):
-        ours = trained(make, lambda block: reactivate.checkpoint(block, policy=policy), sizes)
+    ran = compare(lambda wrap: trained(make, wrap, sizes), policy=policy)
     assert ran.regions == len(sizes) and ran.recomputations == len(sizes)
-    for number, (one, other) in enumerate(zip(plain, ours, strict=True)):
-        assert_bitwise(one, other, f"result {number}")
 
 
 # -- caches ----------------------------------------------------------------------------------------------------------
@@ -165,7 +157,6 @@ class Twice(nn.Module):
 def test_what_a_saved_module_leaves(left: str, more: tuple[str, ...]) -> None:
     def run(wrap: Callable[[Any], Any]) -> list[Any]:
         FACTOR.set(1.0)
-        torch.manual_seed(0)
         model = Twice(Leaving(*LEFT[left]), wrap)
         found: list[Any] = []
         for _ in range(STEPS):
@@ -177,13 +168,8 @@ def test_what_a_saved_module_leaves(left: str, more: tuple[str, ...]) -> None:
 
     saved = policies.save_modules("child")
     policy = policies.union(saved, policies.save_ops(*more)) if more else saved
-    plain = run(lambda block: block)
-    ran = Watched()
-    with observed_by(ran):
-        ours = run(lambda block: reactivate.checkpoint(block, policy=policy))
+    ran = compare(run, policy=policy)
     assert ran.regions == 2 * STEPS and ran.recomputations == 2 * STEPS
-    for number, (one, other) in enumerate(zip(plain, ours, strict=True)):
-        assert_bitwise(one, other, f"result {number}")
 
 
 def test_a_saved_module_that_turns_gradients_off() -> None:
@@ -287,7 +273,6 @@ def test_a_saved_call_that_raises_is_run_again(policy: Any) -> None:
     """The calls inside of it have no numbers of their own, in neither pass."""
 
     def trained(wrap: Any) -> list[Tensor]:
-        torch.manual_seed(0)
         model = Tries()
         run, found = wrap(model), []
         for _ in range(6):
@@ -296,5 +281,4 @@ def test_a_saved_call_that_raises_is_run_again(policy: Any) -> None:
             found += [x.grad, *(parameter.grad.clone() for parameter in model.parameters())]
         return [*found, torch.rand(())]
 
-    plain, ours = trained(lambda model: model), trained(lambda model: reactivate.checkpoint(model, policy=policy))
-    assert all(map(torch.equal, plain, ours))
+    compare(trained, policy=policy)

@@ -24,6 +24,10 @@ def kept_bytes(region: Callable[..., Any], *args: Any) -> int:
     return sum(entry.result_bytes for entry in reactivate.explain(region, args).walk() if entry.kind == "saved call")
 
 
+def case(fn: Callable[..., Any], *shape: int) -> Callable[[], oracle.Case]:
+    return lambda: oracle.Case(fn, (oracle.leaf(*(shape or (16, 8))),))
+
+
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
     "F.dropout": (lambda x: F.dropout(x, 0.3), ("dropout",)),
     "torch.dropout": (lambda x: torch.dropout(x, 0.3, True), ("dropout",)),
@@ -100,12 +104,9 @@ def test_an_argument_under_no_grad() -> None:
             assert not mask.requires_grad
         return (x.sin() * mask).exp()
 
-    def make() -> oracle.Case:
-        return oracle.Case(program, (torch.randn(16, 8, requires_grad=True),))
-
     policy = policies.save_ops("dropout")
-    oracle.check(make, policy=policy)
-    assert kept_bytes(reactivate.checkpoint(program, policy=policy), *make().args) >= 16 * 8 * 4
+    oracle.check(case(program), policy=policy)
+    assert kept_bytes(reactivate.checkpoint(program, policy=policy), oracle.leaf(16, 8)) >= 16 * 8 * 4
 
 
 class Block(nn.Module):
@@ -118,6 +119,10 @@ class Block(nn.Module):
         h = self.drop(F.gelu(self.up(x)))
         found: Tensor = x + self.last(self.down(h))
         return found
+
+
+def block_case() -> oracle.Case:
+    return oracle.Case(Block(), (oracle.leaf(4, 8),))
 
 
 POLICIES = {
@@ -156,12 +161,9 @@ def test_named_calls() -> None:
     def program(x: Tensor) -> Tensor:
         return reactivate.site(F.dropout, name="drop")(x.sin(), 0.4).exp().cos().sin().exp()
 
-    def make() -> oracle.Case:
-        return oracle.Case(program, (torch.randn(16, 8, requires_grad=True),))
-
     policy = policies.save_names("drop")
-    oracle.check(make, policy=policy)
-    assert kept_bytes(reactivate.checkpoint(program, policy=policy), *make().args) >= 16 * 8 * 4
+    oracle.check(case(program), policy=policy)
+    assert kept_bytes(reactivate.checkpoint(program, policy=policy), oracle.leaf(16, 8)) >= 16 * 8 * 4
 
 
 def test_code_of_the_users_around_dropout_keeps_its_result() -> None:
@@ -172,13 +174,8 @@ def test_code_of_the_users_around_dropout_keeps_its_result() -> None:
         y.data.add_(1)
         return y
 
-    def program(x: Tensor) -> Tensor:
-        return reactivate.site(own, name="drop")(x.sin()).exp().cos().sin()
-
-    def make() -> oracle.Case:
-        return oracle.Case(program, (torch.randn(16, 8, requires_grad=True),))
-
-    oracle.check(make, policy=policies.save_names("drop"))
+    fn = lambda x: reactivate.site(own, name="drop")(x.sin()).exp().cos().sin()  # noqa: E731
+    oracle.check(case(fn), policy=policies.save_names("drop"))
 
 
 def test_a_patched_dropout_keeps_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,51 +187,27 @@ def test_a_patched_dropout_keeps_its_result(monkeypatch: pytest.MonkeyPatch) -> 
         return y
 
     monkeypatch.setattr(F, "dropout", patched)
-    oracle.check(
-        lambda: oracle.Case(Block(), (torch.randn(4, 8, requires_grad=True),)), policy=policies.save_modules(nn.Dropout)
-    )
+    oracle.check(block_case, policy=policies.save_modules(nn.Dropout))
 
 
 @pytest.mark.parametrize("storage", [None, Host(least_bytes=0)], ids=["device", "host"])
 def test_storages(storage: Any) -> None:
     policy = policies.save_ops("dropout", **({} if storage is None else {"storage": storage}))
-    oracle.check(lambda: oracle.Case(Block(), (torch.randn(4, 8, requires_grad=True),)), policy=policy)
+    oracle.check(block_case, policy=policy)
 
 
 def test_a_disk(tmp_path: Any) -> None:
     disk = Disk(tmp_path, least_bytes=0, last=0)
-    policy = policies.save_ops("dropout", storage=disk)
-    oracle.check(lambda: oracle.Case(Block(), (torch.randn(4, 8, requires_grad=True),)), policy=policy)
+    oracle.check(block_case, policy=policies.save_ops("dropout", storage=disk))
     assert disk.traffic.moved_bytes > 0
 
 
-def twice(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
-    for last in (False, True):
-        torch.autograd.backward(outputs, oracle.cotangents(outputs), retain_graph=not last)
-
-
-def double(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
-    leaves = list(inputs.values())
-    first = torch.autograd.grad(outputs, leaves, oracle.cotangents(outputs), create_graph=True)
-    torch.autograd.backward([item.sin().sum() for item in first], inputs=leaves)
-
-
-@pytest.mark.parametrize("backward", [twice, double])
-@pytest.mark.parametrize("ops", [("dropout",), ("native_dropout",)])
-def test_several_backwards(backward: Any, ops: tuple[str, ...]) -> None:
-    call = {"dropout": lambda x: F.dropout(x, 0.4), "native_dropout": lambda x: torch.native_dropout(x, 0.4, True)[0]}[
-        ops[0]
-    ]
-
-    def program(x: Tensor) -> Tensor:
-        return call(x.sin()).exp().cos().sin().exp()
-
-    oracle.check(
-        lambda: oracle.Case(program, (torch.randn(16, 8, requires_grad=True),)),
-        policy=policies.save_ops(*ops),
-        backward=backward,
-        recomputations=2,
-    )
+@pytest.mark.parametrize("backward", [oracle.backward_twice, oracle.double_backward])
+@pytest.mark.parametrize("name", ["F.dropout", "native"])
+def test_several_backwards(backward: Any, name: str) -> None:
+    call, ops = FUNCTIONS[name]
+    make = case(lambda x: call(x.sin()).exp().cos().sin().exp())
+    oracle.check(make, policy=policies.save_ops(*ops), backward=backward, recomputations=2)
 
 
 def test_a_mask_that_is_written_to_afterwards() -> None:
@@ -249,10 +222,7 @@ def test_a_mask_that_is_written_to_afterwards() -> None:
         return (x.sin() * y).exp() * mask
 
     for fn in (program, writes):
-        oracle.check(
-            lambda fn=fn: oracle.Case(fn, (torch.randn(16, 8, requires_grad=True),)),
-            policy=policies.save_ops("native_dropout"),
-        )
+        oracle.check(case(fn), policy=policies.save_ops("native_dropout"))
 
 
 def test_a_mask_that_autograd_saved_and_the_program_writes_to() -> None:
@@ -310,10 +280,7 @@ def test_nested_regions() -> None:
     def outer(x: Tensor) -> Tensor:
         return F.dropout(inner(x.cos()), 0.2).sin().exp()
 
-    def make() -> oracle.Case:
-        return oracle.Case(outer, (torch.randn(16, 8, requires_grad=True),))
-
-    oracle.check(make, policy=policies.save_ops("dropout"), regions=3, recomputations=2)
+    oracle.check(case(outer), policy=policies.save_ops("dropout"), regions=3, recomputations=2)
 
 
 def test_it_is_compared_as_any_other() -> None:

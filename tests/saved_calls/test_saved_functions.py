@@ -11,6 +11,8 @@ import oracle
 import pytest
 import torch
 from journal import Journal
+from memory import without_collector
+from oracle import backward_twice
 from surroundings import Failure
 from torch import Tensor
 from torch.nn.functional import dropout
@@ -125,11 +127,6 @@ def make(fn: Callable[..., Any] = program) -> Callable[[], oracle.Case]:
     return case
 
 
-def twice(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
-    for last in (False, True):
-        torch.autograd.backward(outputs, oracle.cotangents(outputs), retain_graph=not last)
-
-
 # In the forward pass there are four calls; a recomputation repeats those that are not saved.
 @pytest.mark.parametrize(
     ("saved", "in_recomputation"),
@@ -147,7 +144,7 @@ def test_bitwise(saved: tuple[Any, ...], in_recomputation: list[str], early_stop
     policy = policies.save_ops(*saved)
     oracle.check(
         make(),
-        backward=twice if backwards == 2 else oracle.backward_once,
+        backward=backward_twice if backwards == 2 else oracle.backward_once,
         policy=policy,
         early_stop=early_stop,
         check="metadata",
@@ -367,7 +364,13 @@ def test_what_a_saved_function_computes_is_all_its_own(kind: Any, runs_again: bo
         return (found * weight).exp()
 
     policy = policies.save_ops(kind, "mul")
-    oracle.check(make(writes if runs_again else fn), policy=policy, check=determinism, backward=twice, recomputations=2)
+    oracle.check(
+        make(writes if runs_again else fn),
+        policy=policy,
+        check=determinism,
+        backward=oracle.backward_twice,
+        recomputations=2,
+    )
     assert calls == [kind.__name__] * (3 if runs_again else 1)
 
 
@@ -394,13 +397,10 @@ def test_a_forward_that_fails_after_a_function_leaves_nothing() -> None:
         raise Failure
 
     case = make(fails)()
-    gc.disable()
-    try:
+    with without_collector():
         with pytest.raises(Failure):
             reactivate.checkpoint(case.fn, policy=policies.save_ops(Differentiates))(*case.args)
         assert gone[0]() is None
-    finally:
-        gc.enable()
 
 
 def test_a_region_right_after_a_saved_function() -> None:

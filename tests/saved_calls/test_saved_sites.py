@@ -13,7 +13,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from journal import Journal
-from oracle import Case, assert_bitwise, assert_same, check, leaf, run, seed_everything
+from memory import without_collector
+from oracle import (
+    Case,
+    assert_alike,
+    assert_bitwise,
+    assert_same,
+    check,
+    compare,
+    double_backward,
+    leaf,
+    run,
+)
 from surroundings import Kept
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -157,13 +168,6 @@ def several(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
     sum(output.float().sum() for output in outputs).backward()  # type: ignore[union-attr]
 
 
-def double(outputs: list[Tensor], inputs: dict[str, Tensor]) -> Any:
-    loss = sum(output.float().square().sum() for output in outputs)
-    gradients = torch.autograd.grad(loss, list(inputs.values()), create_graph=True, allow_unused=True)  # type: ignore[arg-type]
-    sum(gradient.square().sum() for gradient in gradients if gradient is not None).backward()  # type: ignore[union-attr]
-    return list(gradients)
-
-
 def once(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
     sum(output.float().square().sum() for output in outputs).backward()  # type: ignore[union-attr]
 
@@ -181,7 +185,7 @@ POLICIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("backward", [once, several, double])
+@pytest.mark.parametrize("backward", [once, several, double_backward])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
 def test_every_bit_is_that_of_the_plain_function(name: str, policy: str, backward: Any) -> None:
@@ -271,7 +275,7 @@ class Amax(nn.Module):
         return F.linear(x / self.scale, self.weight) * self.scale
 
 
-def stateful(make: Callable[[], nn.Module], *, saves: str) -> Case:
+def stateful(make: Callable[[], nn.Module]) -> Case:
     module = make()
     calls = {name: site(module, name=name) for name in ("first", "second", "third")}
 
@@ -289,15 +293,8 @@ def stateful(make: Callable[[], nn.Module], *, saves: str) -> Case:
 def test_modules_are_written_once_whichever_of_their_calls_are_saved(
     make: Callable[[], nn.Module], saves: str, backward: Any
 ) -> None:
-    policy = policies.save_names(*saves.split())
-    recomputations = 2 if backward is several else 1
-    check(
-        partial(stateful, make, saves=saves),
-        policy=policy,
-        backward=backward,
-        recomputations=recomputations,
-        saves_memory=False,
-    )
+    options = {"policy": policies.save_names(*saves.split()), "recomputations": 2 if backward is several else 1}
+    check(partial(stateful, make), backward=backward, saves_memory=False, **options)
 
 
 def test_saved_modules_of_a_model() -> None:
@@ -594,15 +591,11 @@ def test_nothing_outlives_the_backward_without_the_collector(name: str) -> None:
 
     step()
     step()  # which meets gradients, and so makes objects of them
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         before = alive()
         for _ in range(300):
             step()
         after = alive()
-    finally:
-        gc.enable()
     assert before == after, "as many tensors as after the second step"
 
 
@@ -663,8 +656,7 @@ def test_two_threads_do_not_see_each_others_saved_calls() -> None:
         y = x
         for _ in range(5):
             y = F.linear(y.sin(), w)
-        for one, other in zip(torch.autograd.grad(y.exp().sum(), [x, w]), results[number], strict=True):
-            assert_bitwise(one, other, f"thread {number}")
+        assert_alike(torch.autograd.grad(y.exp().sum(), [x, w]), results[number], f"thread {number}:")
 
 
 def test_a_recomputation_that_calls_something_else_is_refused() -> None:
@@ -688,17 +680,14 @@ def test_a_recomputation_that_calls_something_else_is_refused() -> None:
 def test_a_result_that_is_written_to_after_the_region(early_stop: bool) -> None:
     """Autograd does not need it, so the plain model does not mind: the call runs again in the recomputation."""
 
-    def run(wrap: Any) -> list[Tensor]:
-        seed_everything()
-        weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+    def once(wrap: Any) -> list[Any]:
+        weight, x = leaf(8, 8), leaf(4, 8)
         first, second = wrap(lambda x: ((x.sin() @ weight), x.cos().exp()))(x)
         first.add_(1)
         (first.sum() + second.sum()).backward()
         return [first.detach(), x.grad, weight.grad]
 
-    ours = run(lambda fn: reactivate.checkpoint(fn, policy=save_ops("matmul"), early_stop=early_stop))
-    for one, other in zip(run(lambda fn: fn), ours, strict=True):
-        assert torch.equal(one, other)
+    compare(once, policy=save_ops("matmul"), early_stop=early_stop)
 
 
 def test_what_is_equal_to_an_argument_and_has_other_signs_is_no_copy_of_it() -> None:

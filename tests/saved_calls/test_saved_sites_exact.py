@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from journal import Journal
-from oracle import Case, Watched, assert_same, run
+from oracle import Case, Watched, assert_same, check, run
 from several import each
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -33,26 +33,26 @@ def saved(fn: Fn) -> Fn:
     return reactivate.site(fn, name="saved")
 
 
-class Calls:
-    """Counts the calls of a function."""
+def counting(calls: Journal, fn: Fn) -> Fn:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return fn(*args, **kwargs)
 
-    def __init__(self) -> None:
-        self._journal = Journal()
-
-    @property
-    def count(self) -> int:
-        return len(self._journal)
-
-    def of(self, fn: Fn) -> Fn:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._journal.append(1)
-            return fn(*args, **kwargs)
-
-        return counted
+    return counted
 
 
 def leaf(*shape: int) -> Tensor:
     return torch.randn(*(shape or (4, 4)), requires_grad=True)
+
+
+def weighted(fn: Fn) -> Callable[[], Case]:
+    """A case of `fn(x, w=w)`."""
+
+    def make() -> Case:
+        w = leaf()
+        return Case(partial(fn, w=w), (leaf(),), leaves={"w": w})
+
+    return make
 
 
 def compare(fn: Fn, call: Fn, runs: int, policy: Any = SAVED, **options: Any) -> None:
@@ -63,16 +63,16 @@ def compare(fn: Fn, call: Fn, runs: int, policy: Any = SAVED, **options: Any) ->
             for number in range(backwards):
                 sum(out.square().sum() for out in outputs).backward(retain_graph=number < backwards - 1)  # type: ignore[union-attr]
 
-        def make(calls: Calls) -> Case:
-            w = leaf()
-            return Case(partial(fn, saved(calls.of(call)), w=w), (leaf(),), leaves={"w": w})
-
-        calls = Calls()
-        plain = run(partial(make, Calls()), None, backward)
-        ours = run(partial(make, calls), lambda inner: reactivate.checkpoint(inner, policy=policy, **options), backward)
+        calls = Journal()
+        plain = run(weighted(partial(fn, saved(call))), None, backward)
+        ours = run(
+            weighted(partial(fn, saved(counting(calls, call)))),
+            partial(reactivate.checkpoint, policy=policy, **options),
+            backward,
+        )
         assert_same(plain, ours)
         assert ours.regions >= 1, "there was a region"
-        assert calls.count == (1 if runs == 1 else 1 + backwards)
+        assert len(calls) == (1 if runs == 1 else 1 + backwards)
 
 
 # -- what is derived from an argument ---------------------------------------------------------------------------------
@@ -163,16 +163,7 @@ def test_a_cast_of_a_leaf_made_before_the_leaf_was_written_to() -> None:
 
     linear = policies.every_nth(2, policies.save_ops("linear"), 1)
     for policy in (linear, policies.save_ops("linear")):
-        plain, ours = (
-            run(
-                lambda: Case(partial(fn, F.linear, w=(w := leaf())), (leaf(),), leaves={"w": w}),
-                wrap,
-                lambda outputs, inputs: outputs[0].sum().backward(),
-            )
-            for wrap in (None, lambda inner, policy=policy: reactivate.checkpoint(inner, policy=policy))
-        )
-        assert_same(plain, ours)
-        assert ours.regions == 1
+        check(weighted(partial(fn, F.linear)), policy=policy, saves_memory=False)
 
 
 def test_a_weight_that_is_cast_once_for_two_saved_calls_is_not_kept() -> None:
@@ -204,13 +195,6 @@ def test_nothing_is_compared_by_contents(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_tensor_that_is_written_to_after_it_was_saved_raises_as_without_a_region() -> None:
-    def call(x: Tensor, w: Tensor) -> Tensor:
-        y = x.exp()
-        with torch.no_grad():
-            result = y * w
-        y.mul_(2)
-        return result + y.sin() * 0
-
     def write(x: Tensor, w: Tensor) -> Tensor:
         y = x.exp() * 1
         result = y * w
@@ -485,11 +469,7 @@ def test_a_write_to_a_closed_over_tensor_that_moves_no_version_is_made_again() -
         y = x.sin()
         return (saved(lambda w: call(y, w))(w) * y.cos()).exp()
 
-    plain, ours = (
-        run(lambda: Case(partial(fn, unseen_writer("data"), w=(w := leaf())), (leaf(),), leaves={"w": w}), wrap)
-        for wrap in (None, partial(reactivate.checkpoint, policy=SAVED, check="metadata"))
-    )
-    assert_same(plain, ours)
+    check(weighted(partial(fn, unseen_writer("data"))), policy=SAVED, check="metadata", saves_memory=False)
 
 
 def test_a_custom_function_whose_write_moves_no_version_is_made_again() -> None:
@@ -497,12 +477,7 @@ def test_a_custom_function_whose_write_moves_no_version_is_made_again() -> None:
         y = x.sin()
         return (WriterFunction.apply(y, w) * y.cos()).exp()
 
-    policy = policies.save_ops(WriterFunction)
-    plain, ours = (
-        run(lambda: Case(partial(fn, w=(w := leaf())), (leaf(),), leaves={"w": w}), wrap)
-        for wrap in (None, partial(reactivate.checkpoint, policy=policy, check="metadata"))
-    )
-    assert_same(plain, ours)
+    check(weighted(fn), policy=policies.save_ops(WriterFunction), check="metadata", saves_memory=False)
 
 
 @each("name", UNSEEN)
@@ -537,12 +512,7 @@ def test_what_a_call_leaves_in_a_closure_is_left_again() -> None:
 
         return (saved(inner)(x.sin(), w) * kept[0]).sin()
 
-    plain, ours = (
-        run(lambda: Case(partial(fn, torch.mul, w=(w := leaf())), (leaf(),), leaves={"w": w}), wrap)
-        for wrap in (None, partial(reactivate.checkpoint, policy=SAVED))
-    )
-    assert_same(plain, ours)
-    assert ours.regions == 1
+    check(weighted(partial(fn, torch.mul)), policy=SAVED, saves_memory=False)
 
 
 # -- what a call changes beside its arguments --------------------------------------------------------------------------
@@ -773,12 +743,7 @@ def test_what_a_call_changes_in_a_variable_of_the_region_is_changed_again() -> N
 
         return (saved(inner)(x.sin(), w).exp() * counts[0] * count).sin()
 
-    plain, ours = (
-        run(lambda: Case(partial(fn, torch.mul, w=(w := leaf())), (leaf(),), leaves={"w": w}), wrap)
-        for wrap in (None, partial(reactivate.checkpoint, policy=SAVED))
-    )
-    assert_same(plain, ours)
-    assert ours.regions == 1
+    check(weighted(partial(fn, torch.mul)), policy=SAVED, saves_memory=False)
 
 
 class Leaves(nn.Module):
@@ -806,12 +771,7 @@ class Leaves(nn.Module):
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_tensors_that_a_saved_call_leaves_in_a_module(early_stop: bool) -> None:
-    plain, ours = (
-        run(lambda: Case(Leaves(), (leaf(),)), wrap)
-        for wrap in (None, partial(reactivate.checkpoint, policy=SAVED, early_stop=early_stop))
-    )
-    assert_same(plain, ours)
-    assert ours.regions == 1
+    check(lambda: Case(Leaves(), (leaf(),)), policy=SAVED, early_stop=early_stop, saves_memory=False)
 
 
 def test_the_arguments_of_a_saved_call_are_not_held() -> None:
@@ -972,14 +932,7 @@ def test_torchs_checkpoint_inside_of_a_region_with_a_policy(
         y = checkpoint(inner_block, y, w, use_reentrant=use_reentrant)
         return F.linear(F.dropout(y, 0.1).sin(), w).exp().cos()
 
-    def make() -> Case:
-        w = leaf()
-        return Case(partial(fn, w=w), (leaf(),), leaves={"w": w})
-
-    policy = policies.save_ops(*ops)
-    plain, ours = run(make), run(make, partial(reactivate.checkpoint, policy=policy, early_stop=early_stop))
-    assert_same(plain, ours)
-    assert ours.regions == 1 and ours.recomputations == 1
+    check(weighted(fn), policy=policies.save_ops(*ops), early_stop=early_stop, saves_memory=False)
 
 
 def test_calls_under_hooks_of_the_users_run_again() -> None:
@@ -1013,13 +966,6 @@ noisy_relu = torch.rrelu
 def test_rrelu_by_any_name(name: str, policy: Any) -> None:
     """The noise is the last tensor that is saved, and it is filled afterwards."""
     rrelu = RRELUS[name]
-
-    def make() -> Case:
-        return Case(lambda x: rrelu(x.sin() - x.exp()), (leaf(64, 64),))
-
     if policy == policies.save_ops("rrelu") and name == "aten":
         pytest.skip("it goes by the same name")
-    plain = run(make)
-    ours = run(make, partial(reactivate.checkpoint, policy=policy))
-    assert_same(plain, ours)
-    assert ours.regions == 1 and ours.recomputations == 1
+    check(lambda: Case(lambda x: rrelu(x.sin() - x.exp()), (leaf(64, 64),)), policy=policy, saves_memory=False)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from journal import Journal
+from memory import alive, without_collector
 from oracle import Watched
 from state_programs import Holding, Program, Programs, Wrap, backward, check_program, curve, leaf, state_of, train
 from torch import Tensor, nn
@@ -403,20 +403,6 @@ def test_variables_without_containers_cost_nothing() -> None:
 
 
 # -- memory -------------------------------------------------------------------------------------------------------------
-
-
-def alive(references: Iterable[weakref.ref[Any]]) -> int:
-    return sum(reference() is not None for reference in references)
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("is_set", [False, True], ids=["the variable is reset", "the variable is set"])

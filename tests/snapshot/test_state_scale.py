@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from memory import allocated_by
+from memory import alive, allocated_by, without_collector
 from oracle import Watched
 from state_programs import (
     Holding,
@@ -39,20 +38,6 @@ right, right_with = PROGRAMS.right, PROGRAMS.right_with
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
 def test_program(program: Program) -> None:
     check_program(program)
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def alive(references: list[weakref.ref[Any]]) -> int:
-    return sum(reference() is not None for reference in references)
 
 
 # -- large containers ---------------------------------------------------------------------------------------------------
@@ -134,45 +119,33 @@ class Stores(nn.Module):
         return self.last.square()
 
 
-def test_forward_only_calls_keep_few_inputs() -> None:
-    module = Stores()
-    fn = reactivate.checkpoint(module)
-    inputs: list[weakref.ref[Tensor]] = []
-    with without_collector():
-        for _ in range(20):
-            x = leaf(6, 4)
-            inputs.append(weakref.ref(x))
-            fn(x)
-            del x
-        assert alive(inputs) <= 2
+def stores_in_a_module() -> Callable[..., Tensor]:
+    return Stores()
 
 
-def test_forward_only_calls_that_store_in_a_closure_keep_few_inputs() -> None:
+def stores_its_graph_in_a_closure() -> Callable[..., Tensor]:
     stored: dict[str, Tensor] = {}
 
     def fn(x: Tensor) -> Tensor:
         stored["last"] = x.tanh()
         return stored["last"].square()
 
-    checkpointed = reactivate.checkpoint(fn)
-    inputs: list[weakref.ref[Tensor]] = []
-    with without_collector():
-        for _ in range(20):
-            x = leaf(6, 4)
-            inputs.append(weakref.ref(x))
-            checkpointed(x)
-            del x
-        assert alive(inputs) <= 2
+    return fn
 
 
-def test_forward_only_calls_that_carry_a_detached_state_keep_few_inputs() -> None:
+def carries_a_detached_state() -> Callable[..., Tensor]:
     class Carries(Holding):
         def forward(self, x: Tensor) -> Tensor:
             out = (x + self.hidden).tanh()
             self.hidden = out.detach()
             return out.square()
 
-    fn = reactivate.checkpoint(Carries(hidden=torch.zeros(6, 4)))
+    return Carries(hidden=torch.zeros(6, 4))
+
+
+@pytest.mark.parametrize("make", [stores_in_a_module, stores_its_graph_in_a_closure, carries_a_detached_state])
+def test_forward_only_calls_keep_few_inputs(make: Callable[[], Callable[..., Tensor]]) -> None:
+    fn = reactivate.checkpoint(make())
     inputs: list[weakref.ref[Tensor]] = []
     with without_collector():
         for _ in range(20):
@@ -181,10 +154,6 @@ def test_forward_only_calls_that_carry_a_detached_state_keep_few_inputs() -> Non
             fn(x)
             del x
         assert alive(inputs) <= 2
-
-
-def stores_in_a_module() -> Callable[..., Tensor]:
-    return Stores()
 
 
 def stores_in_a_closure() -> Callable[..., Tensor]:
