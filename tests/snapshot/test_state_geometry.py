@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Watched, assert_bitwise
+from oracle import Watched, assert_bitwise, compare
 from torch import Tensor, nn
 
 import reactivate
@@ -44,7 +44,6 @@ class Holder(nn.Module):
 
 def steps(wrap: Any, make: Callable[[], Tensor], act: Act, between: Act) -> list[Any]:
     """Run four steps of two microbatches."""
-    torch.manual_seed(0)
     module = Holder(make, act)
     fn = wrap(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -65,17 +64,9 @@ def steps(wrap: Any, make: Callable[[], Tensor], act: Act, between: Act) -> list
     return found
 
 
-def assert_right(make: Callable[[], Tensor], act: Act, between: Act) -> None:
-    watched = Watched()
-    plain = steps(lambda module: module, make, act, between)
-    with observed_by(watched):
-        ours = steps(reactivate.checkpoint, make, act, between)
+def assert_right(*program: Any) -> None:
+    watched = compare(lambda wrap: steps(wrap, *program))
     assert watched.recomputations >= 8, "regions were recomputed"
-    for one, other in zip(plain, ours, strict=True):
-        if isinstance(one, Tensor):
-            assert_bitwise(one, other, "a step")
-        else:
-            assert one == other, "geometry"
 
 
 def nothing(module: Holder) -> None:
@@ -158,7 +149,6 @@ def test_observers_that_resize_their_statistics() -> None:
     from torch.ao.quantization import PerChannelMinMaxObserver
 
     def run(wrap: Any) -> list[Any]:
-        torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(4, 4), PerChannelMinMaxObserver(ch_axis=1), nn.Tanh(), nn.Linear(4, 4))
         found: list[Any] = []
         for _ in range(3):
@@ -168,8 +158,7 @@ def test_observers_that_resize_their_statistics() -> None:
             found += [out, x.grad, *(item.clone() for item in module.buffers())]
         return found
 
-    for one, other in zip(run(lambda module: module), run(reactivate.checkpoint), strict=True):
-        assert_bitwise(one, other, "a step")
+    compare(run)
 
 
 def own_memory(module: Holder) -> None:
@@ -211,9 +200,7 @@ def double(module: Holder) -> None:
 
 @pytest.mark.parametrize("rows", [20, 5_000])
 def test_buffers_of_mkldnn(rows: int) -> None:
-    def make() -> Tensor:
-        return torch.randn(rows, 2).to_mkldnn()
-
+    make = lambda: torch.randn(rows, 2).to_mkldnn()  # noqa: E731
     assert_right(make, nothing, double)
     assert_right(make, double, nothing)
     assert_right(make, double, lambda module: setattr(module, "buffer", make()))
@@ -299,12 +286,10 @@ def test_parameters_without_memory_of_their_own() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.sparse.mm(self.sparse, self.linear(x)).sin().cos()
 
-    torch.manual_seed(0)
-    model, found, watched = Model(), [], Watched()
-    for wrap in (lambda fn: fn, reactivate.checkpoint):
+    model = Model()
+
+    def gradient(wrap: Any) -> Any:
         x = torch.eye(4, requires_grad=True)
-        with observed_by(watched):
-            wrap(model)(x).sum().backward()
-        found.append(x.grad)
-    assert_bitwise(*found, "the gradient")
-    assert watched.recomputations == 1
+        return torch.autograd.grad(wrap(model)(x).sum(), x)
+
+    assert compare(gradient).recomputations == 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_bitwise
+from oracle import assert_alike, assert_bitwise, compare
 from state_programs import Holding
 from torch import Tensor, nn
 
@@ -210,8 +210,7 @@ def test_what_changes_is_seen(
     expected = steps(lambda module: module, change, is_between=is_between)
     scale, Scaled.factor = 1.0, 1.0
     found = steps(wrap, change, is_between=is_between)
-    for one, other in zip(expected, found, strict=True):
-        assert_bitwise(one, other, change.__name__)
+    assert_alike(expected, found)
     # Which tensor or which plain value there is makes no difference to the structure.
     values = another_parameter, another_registry, another_power, another_item, another_name
     values = *values, another_keyword_of_a_partial, an_attribute_of_a_partial
@@ -274,8 +273,7 @@ def test_a_name_that_the_first_call_makes() -> None:
         assert counted == 3
         return found
 
-    for one, other in zip(run(lambda module: module), run(reactivate.checkpoint), strict=True):
-        assert_bitwise(one, other, "a counter")
+    compare(run)
 
 
 def test_objects_that_change_with_every_call_are_not_remembered_for_ever(walks: list[Any]) -> None:
