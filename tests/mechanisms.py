@@ -41,6 +41,8 @@ FILES = (
     "autograd",
     "state_code",
     "state_containers",
+    "state_iterators",
+    "state_objects",
     "state_modules",
 )
 FILES += ("state_buffers", "state_kinds", "state_identity", "state_random", "state_memory", "state_tensors")

@@ -167,11 +167,30 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def train(fn: Callable[..., Tensor], inputs: list[Tensor], *others: Any) -> list[Tensor | None]:
-    """One forward and one backward for each input, beside `others`; the gradients of the inputs."""
+def train(
+    fn: Callable[..., Tensor], inputs: list[Tensor], *others: Any, between: Callable[[], Any] = lambda: None
+) -> list[Tensor | None]:
+    """One forward and one backward for each input, beside `others`, with `between` run between the two.
+
+    Returns the gradients of the inputs.
+    """
     for x in inputs:
-        backward(fn(x, *others))
+        out = fn(x, *others)
+        between()
+        backward(out)
     return [x.grad for x in inputs]
+
+
+def vectors(count: int = 2) -> list[Tensor]:
+    return [leaf(4) for _ in range(count)]
+
+
+def mutated(wrap: Wrap, mutate: Callable[[Any], float], make: Callable[[], Any], show: Callable[[Any], Any]) -> Any:
+    """A container that the function changes, as an argument and as a captured value; `mutate` returns a factor."""
+    as_argument, captured = make(), make()
+    checkpointed = wrap(lambda x, given: curve(curve(x, mutate(given)), mutate(captured)))
+    grads = train(lambda x: checkpointed(x, as_argument), vectors(3))
+    return [grads, show(as_argument), show(captured)]
 
 
 class Holding(nn.Module):

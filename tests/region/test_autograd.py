@@ -18,6 +18,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 import reactivate
 from reactivate._passes.observing import without_regions
 from reactivate._region.sharing import current_group
+from reactivate.errors import UnsupportedError
 
 Backward = Callable[[list[Tensor], dict[str, Tensor]], Any]
 
@@ -458,6 +459,13 @@ def test_several_backwards_inside_of_a_forward_accumulate_once(backwards: int, o
         return [inner.grad, linear.weight.grad, x.grad]
 
     compare(once)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_function_transforms_are_refused_by_name(transform: Any) -> None:
+    fn = reactivate.checkpoint(lambda x: x.sin().exp().sum())
+    with pytest.raises(UnsupportedError, match=r"torch\.func"):
+        transform(fn)(torch.randn(4, 4))
 
 
 def test_function_transform_inside_a_region_is_refused_by_torch() -> None:

@@ -24,6 +24,7 @@ from state_programs import (
 )
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.nn.utils.parametrize import remove_parametrizations
 
 import reactivate
 
@@ -53,14 +54,7 @@ def test_a_layer_frozen_before_backward_is_named_as_such() -> None:
 
 
 def changed_between(wrap: Wrap, module: nn.Module, change: Callable[[], Any], steps: int = 2) -> Any:
-    checkpointed = wrap(module)
-    found = []
-    for x in inputs(steps):
-        out = checkpointed(x)
-        change()
-        backward(out)
-        found.append(x.grad)
-    return [found, state_of(module)]
+    return [train(wrap(module), inputs(steps), between=change), state_of(module)]
 
 
 @right
@@ -105,11 +99,7 @@ def hook_of_a_child_in_a_list_is_removed(wrap: Wrap) -> Any:
             x = curve(layer(x), 2)
         return x
 
-    (x,) = inputs(1)
-    out = wrap(fn)(x)
-    handle.remove()
-    backward(out)
-    return [x.grad, [gradients(layer) for layer in layers]]
+    return [train(wrap(fn), inputs(1), between=handle.remove), [gradients(layer) for layer in layers]]
 
 
 @right
@@ -197,11 +187,8 @@ def modules_in_plain_containers_have_buffers(wrap: Wrap) -> Any:
     checkpointed = wrap(fn)
     found = []
     for x in inputs():
-        out = checkpointed(x)
-        norms["a"][0].eval()
-        backward(out)
         norms["a"][0].train()
-        found.append(x.grad)
+        found.append(train(checkpointed, [x], between=norms["a"][0].eval))
     return [found, state_of(norms["a"][0]), state_of(norms["b"][0])]
 
 
@@ -235,44 +222,31 @@ def forward_method_is_replaced_before_backward(wrap: Wrap) -> Any:
 def weight_norm_is_removed_before_backward(wrap: Wrap) -> Any:
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Tanh())
     leaves = list(model.parameters())
-    (x,) = inputs(1)
-    out = wrap(model)(x)
-    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
-    backward(out)
-    return [x.grad, [parameter.grad for parameter in leaves], [name for name, _ in model.named_parameters()]]
+    found = train(wrap(model), inputs(1), between=lambda: remove_parametrizations(model[0], "weight"))
+    return [found, [parameter.grad for parameter in leaves], [name for name, _ in model.named_parameters()]]
 
 
 @right
 def layer_is_pruned_before_backward(wrap: Wrap) -> Any:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     weight = model[0].weight
-    (x,) = inputs(1)
-    out = wrap(model)(x)
-    prune.random_unstructured(model[0], "weight", 0.5)
-    backward(out)
-    return [x.grad, weight.grad, state_of(model)]
+    found = train(wrap(model), inputs(1), between=lambda: prune.random_unstructured(model[0], "weight", 0.5))
+    return [found, weight.grad, state_of(model)]
 
 
 @loud
 def gradient_is_switched_off_before_backward(wrap: Wrap) -> Any:
     """A layer is frozen after the forward; the graph of the forward still has it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    (x,) = inputs(1)
-    out = wrap(model)(x)
-    model[2].requires_grad_(False)
-    backward(out)
-    return [x.grad, gradients(model), model[2].weight.requires_grad]
+    found = train(wrap(model), inputs(1), between=lambda: model[2].requires_grad_(False))
+    return [found, gradients(model), model[2].weight.requires_grad]
 
 
 @loud
 def gradient_is_switched_on_before_backward(wrap: Wrap) -> Any:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     model[0].requires_grad_(False)
-    (x,) = inputs(1)
-    out = wrap(model)(x)
-    model[0].requires_grad_(True)
-    backward(out)
-    return [x.grad, gradients(model)]
+    return [train(wrap(model), inputs(1), between=lambda: model[0].requires_grad_(True)), gradients(model)]
 
 
 @right
@@ -359,28 +333,18 @@ def fused_optimizer_steps_between_forward_and_backward(wrap: Wrap) -> Any:
 def fused_optimizer_without_gradients_steps_before_backward(wrap: Wrap) -> Any:
     layer = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.5, fused=True)
-    (x,) = inputs(1)
-    out = wrap(layer)(x)
-    optimizer.step()
-    backward(out)
-    return [x.grad, state_of(layer)]
+    return [train(wrap(layer), inputs(1), between=optimizer.step), state_of(layer)]
 
 
 @loud
 def input_is_written_between_forward_and_backward(wrap: Wrap) -> Any:
-    (x,) = inputs(1)
     shift = torch.ones(4)
-    out = wrap(lambda x, shift: curve(x + shift, 2))(x, shift)
-    shift.mul_(3)
-    backward(out)
-    return [x.grad, shift]
+    fn = wrap(lambda x, shift: curve(x + shift, 2))
+    return [train(fn, inputs(1), shift, between=lambda: shift.mul_(3)), shift]
 
 
 @loud
 def parameter_is_written_through_data_before_backward(wrap: Wrap) -> Any:
     weight = nn.Parameter(torch.randn(4))
-    (x,) = inputs(1)
-    out = wrap(lambda x: (x + weight).tanh())(x)
-    weight.data.mul_(3)
-    backward(out)
-    return [x.grad, weight, weight.grad]
+    fn = wrap(lambda x: (x + weight).tanh())
+    return [train(fn, inputs(1), between=lambda: weight.data.mul_(3)), weight, weight.grad]

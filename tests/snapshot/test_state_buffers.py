@@ -362,15 +362,14 @@ def outside_writes_between_forward_and_backward(wrap: Wrap) -> Any:
     """The region reads a statistic that the training loop updates before backward."""
     module = Scale()
     module.register_buffer("loss_scale", torch.ones(()))
-    checkpointed = wrap(lambda x: module(x) * module.loss_scale.clone())
-    found = []
-    for x in inputs():
-        out = checkpointed(x)
+    other = torch.randn(6, 4)
+
+    def write() -> None:
         module.loss_scale.mul_(2)
-        module.update(x)
-        backward(out)
-        found.append(x.grad)
-    return [found, state_of(module)]
+        module.update(other)
+
+    grads = train(wrap(lambda x: module(x) * module.loss_scale.clone()), inputs(), between=write)
+    return [grads, state_of(module)]
 
 
 @right
@@ -392,29 +391,20 @@ def evaluation_runs_between_forward_and_backward(wrap: Wrap) -> Any:
 @right
 def training_forward_without_gradients_runs_in_between(wrap: Wrap) -> Any:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Scale())
-    checkpointed = wrap(model)
-    found = []
-    for x in inputs():
-        out = checkpointed(x)
+    checkpointed, other, found = wrap(model), torch.randn(6, 4), []
+
+    def forward() -> None:
         with torch.no_grad():
-            found.append(checkpointed(x + 1))
-        backward(out)
-        found.append(x.grad)
-    return [found, state_of(model)]
+            found.append(checkpointed(other))
+
+    return [train(checkpointed, inputs(), between=forward), found, state_of(model)]
 
 
 @right
 def load_state_dict_runs_between_forward_and_backward(wrap: Wrap) -> Any:
     model = nn.Sequential(Scale(), nn.Tanh(), Scale())
     start = copy.deepcopy(model.state_dict())
-    checkpointed = wrap(model)
-    found = []
-    for x in inputs():
-        out = checkpointed(x)
-        model.load_state_dict(start)
-        backward(out)
-        found.append(x.grad)
-    return [found, state_of(model)]
+    return [train(wrap(model), inputs(), between=lambda: model.load_state_dict(start)), state_of(model)]
 
 
 # -- how it is written --------------------------------------------------------------------------------------------------

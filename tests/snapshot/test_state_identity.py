@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, train
+from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, train, vectors
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
@@ -20,10 +20,6 @@ right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
 def test_program(program: Program) -> None:
     check_program(program)
-
-
-def inputs(count: int = 2) -> list[Tensor]:
-    return [leaf(4) for _ in range(count)]
 
 
 # -- functions ----------------------------------------------------------------------------------------------------------
@@ -40,7 +36,7 @@ def forward_compares_itself_with_the_forward_of_its_type(wrap: Wrap) -> Any:
         return curve(x * weight, 2 if type(self).forward is forward and options else 3)
 
     Layer.forward = forward
-    return [train(wrap(Layer()), inputs()), weight.grad]
+    return [train(wrap(Layer()), vectors()), weight.grad]
 
 
 @right
@@ -59,7 +55,7 @@ def decorated_forward_compares_itself_with_the_forward_of_its_type(wrap: Wrap) -
     weight = leaf(4)
     Layer.forward = decorated(Layer.forward, weight)
     layer = Layer()
-    return [train(wrap(functools.partial(Layer.forward, layer)), inputs()), weight.grad]
+    return [train(wrap(functools.partial(Layer.forward, layer)), vectors()), weight.grad]
 
 
 @right
@@ -68,7 +64,7 @@ def bound_method_compares_its_function_with_that_of_the_type(wrap: Wrap) -> Any:
         def step(self, x: Tensor) -> Tensor:
             return curve(x, 2 if self.step.__func__ is Block.step else 3)
 
-    return train(wrap(Block().step), inputs())
+    return train(wrap(Block().step), vectors())
 
 
 @right
@@ -82,7 +78,7 @@ def closure_compares_itself_with_a_table(wrap: Wrap) -> Any:
         table[fn] = factor
         return fn
 
-    return train(wrap(make(2.0)), inputs())
+    return train(wrap(make(2.0)), vectors())
 
 
 @right
@@ -92,7 +88,7 @@ def function_argument_is_compared_with_is(wrap: Wrap) -> Any:
     def gelu(x: Tensor) -> Tensor:
         return x * weight
 
-    return train(wrap(lambda x, act: curve(act(x), 2 if act is gelu else 3)), inputs(), gelu)
+    return train(wrap(lambda x, act: curve(act(x), 2 if act is gelu else 3)), vectors(), gelu)
 
 
 @right
@@ -101,7 +97,7 @@ def mutable_default_grows(wrap: Wrap) -> Any:
         seen.append(len(seen))
         return curve(x, 1 + len(seen))
 
-    return [train(wrap(fn), inputs(3)), fn.__defaults__]
+    return [train(wrap(fn), vectors(3)), fn.__defaults__]
 
 
 @right
@@ -109,7 +105,7 @@ def defaults_are_replaced_before_backward(wrap: Wrap) -> Any:
     def fn(x: Tensor, factor: float = 2.0) -> Tensor:
         return curve(x, factor)
 
-    (x,) = inputs(1)
+    (x,) = vectors(1)
     out = wrap(fn)(x)
     fn.__defaults__ = (3.0,)
     backward(out)
@@ -123,7 +119,7 @@ def function_attribute_counts_calls(wrap: Wrap) -> Any:
         return curve(x, fn.calls)
 
     fn.calls = 0
-    return [train(wrap(fn), inputs(3)), fn.calls]
+    return [train(wrap(fn), vectors(3)), fn.calls]
 
 
 @right
@@ -135,7 +131,7 @@ def nonlocal_counter(wrap: Wrap) -> Any:
         calls += 1
         return curve(x, calls)
 
-    return [train(wrap(fn), inputs(3)), calls]
+    return [train(wrap(fn), vectors(3)), calls]
 
 
 @right
@@ -148,14 +144,14 @@ def two_functions_share_a_cell(wrap: Wrap) -> Any:
         return curve(x, calls)
 
     first, second = wrap(count), wrap(lambda x: curve(x, 1 + calls))
-    leaves = inputs(3)
+    leaves = vectors(3)
     backward(*[second(first(x)) for x in leaves])
     return [[x.grad for x in leaves], calls]
 
 
 @right
 def loop_variable_is_bound_late(wrap: Wrap) -> Any:
-    (x,) = inputs(1)
+    (x,) = vectors(1)
     outputs = []
     for factor in (1.0, 2.0, 3.0):
         outputs.append(wrap(lambda x: curve(x, factor))(x))
@@ -171,7 +167,7 @@ def partial_with_a_list_that_grows(wrap: Wrap) -> Any:
         seen.append(1)
         return curve(x, len(seen))
 
-    return [train(wrap(functools.partial(fn, seen)), inputs(3)), seen]
+    return [train(wrap(functools.partial(fn, seen)), vectors(3)), seen]
 
 
 @right
@@ -184,7 +180,7 @@ def callable_object_counts_calls(wrap: Wrap) -> Any:
             return curve(x, self.calls)
 
     step = Step()
-    return [train(wrap(step), inputs(3)), step.calls]
+    return [train(wrap(step), vectors(3)), step.calls]
 
 
 @right
@@ -200,7 +196,7 @@ def callable_with_slots_counts_calls(wrap: Wrap) -> Any:
             return curve(x, self.calls)
 
     step = Step()
-    return [train(wrap(step), inputs(3)), step.calls]
+    return [train(wrap(step), vectors(3)), step.calls]
 
 
 # -- keys ---------------------------------------------------------------------------------------------------------------
@@ -213,7 +209,7 @@ def object_is_a_key(wrap: Wrap) -> Any:
 
     token, table = Token(), {}
     table[token] = 2.0
-    return train(wrap(lambda x, given: curve(x, table.get(given, 3.0))), inputs(), token)
+    return train(wrap(lambda x, given: curve(x, table.get(given, 3.0))), vectors(), token)
 
 
 @right
@@ -228,13 +224,13 @@ def object_is_a_weak_key(wrap: Wrap) -> Any:
         table[given] = table.get(given, 5.0) + 1
         return curve(x, table[given])
 
-    return [train(wrap(fn), inputs(3), token), table[token], len(table)]
+    return [train(wrap(fn), vectors(3), token), table[token], len(table)]
 
 
 @right
 def tensor_argument_is_a_key(wrap: Wrap) -> Any:
     checkpointed = wrap(lambda x, table: curve(x, table.get(x, 3.0)))
-    return train(lambda x: checkpointed(x, {x: 2.0}), inputs())
+    return train(lambda x: checkpointed(x, {x: 2.0}), vectors())
 
 
 @right
@@ -247,7 +243,7 @@ def float_vector_argument_is_found_by_its_id(wrap: Wrap) -> Any:
 
     frequencies = torch.rand(4)
     table[id(frequencies)] = 2.0
-    return train(wrap(fn), inputs(), frequencies)
+    return train(wrap(fn), vectors(), frequencies)
 
 
 @right
@@ -258,7 +254,7 @@ def parameter_is_found_by_its_id(wrap: Wrap) -> Any:
     def fn(x: Tensor) -> Tensor:
         return curve(layer(x), sum(table.get(id(parameter), 9.0) for parameter in layer.parameters()))
 
-    return [train(wrap(fn), inputs()), gradients(layer)]
+    return [train(wrap(fn), vectors()), gradients(layer)]
 
 
 @right
@@ -271,14 +267,14 @@ def tensor_is_a_weak_key(wrap: Wrap) -> Any:
     def fn(x: Tensor, given: Tensor) -> Tensor:
         return curve(x, scales.get(given, 3.0) + versions.get(given, 1.0))
 
-    return train(wrap(fn), inputs(), frequencies)
+    return train(wrap(fn), vectors(), frequencies)
 
 
 @right
 def weak_reference_argument(wrap: Wrap) -> Any:
     weight = leaf(4)
     checkpointed = wrap(lambda x, reference: curve(x * reference(), 2 if reference() is weight else 3))
-    return [train(lambda x: checkpointed(x, weakref.ref(weight)), inputs()), weight.grad]
+    return [train(lambda x: checkpointed(x, weakref.ref(weight)), vectors()), weight.grad]
 
 
 @right
@@ -291,7 +287,7 @@ def tensors_of_a_set_are_looked_up(wrap: Wrap) -> Any:
             x = curve(x * weight, 2 if weight in frozen else 3)
         return x
 
-    return [train(wrap(fn), inputs(), weights), [weight.grad for weight in weights]]
+    return [train(wrap(fn), vectors(), weights), [weight.grad for weight in weights]]
 
 
 # -- tensors with Python attributes -------------------------------------------------------------------------------------
@@ -299,7 +295,7 @@ def tensors_of_a_set_are_looked_up(wrap: Wrap) -> Any:
 
 @right
 def argument_has_an_attribute(wrap: Wrap) -> Any:
-    leaves = inputs()
+    leaves = vectors()
     for x in leaves:
         x.factor = 2.0
     return train(wrap(lambda x: curve(x, getattr(x, "factor", 3.0))), leaves)
@@ -317,7 +313,7 @@ def intermediate_argument_has_an_attribute(wrap: Wrap) -> Any:
         h.factor = other.factor = 2.0
         return checkpointed(h, [other])
 
-    return train(step, inputs())
+    return train(step, vectors())
 
 
 @right
@@ -329,7 +325,7 @@ def captured_tensor_has_an_attribute_that_the_function_changes(wrap: Wrap) -> An
         weight.calls += 1
         return curve(x * weight, weight.calls)
 
-    return [train(wrap(fn), inputs(3)), weight.calls, weight.grad]
+    return [train(wrap(fn), vectors(3)), weight.calls, weight.grad]
 
 
 @right
@@ -341,7 +337,7 @@ def parameter_attribute_is_set_on_first_use(wrap: Wrap) -> Any:
         layer.weight.seen = True
         return curve(layer(x), 2 if first else 3)
 
-    return [train(wrap(fn), inputs()), layer.weight.seen, gradients(layer)]
+    return [train(wrap(fn), vectors()), layer.weight.seen, gradients(layer)]
 
 
 @right
@@ -350,5 +346,5 @@ def argument_attribute_is_set_by_the_function(wrap: Wrap) -> Any:
         x.calls = getattr(x, "calls", 0) + 1
         return curve(x, x.calls)
 
-    leaves = inputs()
+    leaves = vectors()
     return [train(wrap(fn), leaves), [x.calls for x in leaves]]

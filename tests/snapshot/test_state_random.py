@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from state_programs import Holding, Program, Programs, Wrap, backward, check_program, curve, inputs, leaf
+from state_programs import Holding, Program, Programs, Wrap, backward, check_program, curve, inputs, leaf, train
 from torch import Tensor, nn
 
 from reactivate._snapshot.generators import numpy_stream
@@ -27,14 +27,9 @@ def test_program(program: Program) -> None:
 
 def trained(wrap: Wrap, fn: Callable[[Tensor], Tensor], between: Callable[[], Any] = lambda: None) -> Any:
     """Two regions a step over the same function, with `between` run between forward and backward."""
-    checkpointed = wrap(fn)
-    found = []
-    for x in inputs():
-        out = checkpointed(checkpointed(x).sin())
-        found.append(between())
-        backward(out)
-        found.append(x.grad)
-    return found
+    checkpointed, drawn = wrap(fn), []
+    grads = train(lambda x: checkpointed(checkpointed(x).sin()), inputs(), between=lambda: drawn.append(between()))
+    return [grads, drawn]
 
 
 def noisy(x: Tensor) -> Tensor:
@@ -469,13 +464,7 @@ def generator_is_made_from_the_stream(x: Tensor) -> Tensor:
 @right
 def default_generator_is_passed_on(wrap: Wrap) -> Any:
     checkpointed = wrap(lambda x, generator: curve(x, torch.rand(4, generator=generator) + torch.rand(4)))
-    found = []
-    for x in inputs():
-        out = checkpointed(x, torch.default_generator)
-        torch.rand(3)
-        backward(out)
-        found.append(x.grad)
-    return found
+    return train(checkpointed, inputs(), torch.default_generator, between=lambda: torch.rand(3))
 
 
 @right
