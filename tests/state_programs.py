@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,11 +63,14 @@ class Programs:
         self.listed.append(Program(run, may_refuse=True))
         return run
 
-    def right_by(self, harness: Callable[..., Any], *others: Any, recomputations: int = 1) -> Callable[[Any], Any]:
-        """Add `harness(wrap, given, *others)` for a function or a class that is given, under its name."""
+    def right_by(
+        self, harness: Callable[..., Any], *others: Any, recomputations: int = 1, **options: Any
+    ) -> Callable[[Any], Any]:
+        """Add `harness(wrap, given, *others, **options)` for a function or a class that is given, under its name."""
 
         def add(given: Any) -> Any:
-            self.rows(harness, {given.__name__: (given, *others)}, recomputations=recomputations)
+            rows = {given.__name__: (given, *others)}
+            self.rows(partial(harness, **options), rows, recomputations=recomputations)
             return given
 
         return add
@@ -191,6 +195,21 @@ def mutated(wrap: Wrap, mutate: Callable[[Any], float], make: Callable[[], Any],
     checkpointed = wrap(lambda x, given: curve(curve(x, mutate(given)), mutate(captured)))
     grads = train(lambda x: checkpointed(x, as_argument), vectors(3))
     return [grads, show(as_argument), show(captured)]
+
+
+def with_module(
+    wrap: Wrap,
+    forward: Callable[[Any, Tensor], Tensor],
+    make: Callable[[], nn.Module],
+    *,
+    show: Callable[[Any], Any] = lambda module: None,
+    count: int = 3,
+    **options: Any,
+) -> Any:
+    """Train a function of a module, and compare the module, and what `show` shows of it, too."""
+    module = make()
+    grads = train(wrap(lambda x: forward(module, x), **options), inputs(count))
+    return [grads, state_of(module), show(module)]
 
 
 class Holding(nn.Module):

@@ -24,6 +24,7 @@ from state_programs import (
     plainly,
     state_of,
     train,
+    with_module,
 )
 from torch import Tensor, nn
 
@@ -466,18 +467,13 @@ def buffers_are_written_by_foreach(module: Any, x: Tensor) -> None:
     torch._foreach_lerp_([module.amax], [x.amax(0, keepdim=True)], 0.5)
 
 
-@right
-def buffer_is_written_by_foreach_where_values_are_compared(wrap: Wrap) -> Any:
+@right_by(with_module, Scale, show=lambda module: module.amax, check="every")
+def buffer_is_written_by_foreach_where_values_are_compared(module: nn.Module, x: Tensor) -> Tensor:
     """Under a dispatch mode, as the comparison is one, such an op moves no version."""
-    module = Scale()
-
-    def fn(x: Tensor) -> Tensor:
-        out = curve(x, module.amax.clone())
-        with torch.no_grad():
-            torch._foreach_add_([module.amax], 0.5)
-        return out
-
-    return [train(wrap(fn, check="every"), inputs()), module.amax]
+    out = curve(x, module.amax.clone())
+    with torch.no_grad():
+        torch._foreach_add_([module.amax], 0.5)
+    return out
 
 
 @right

@@ -170,33 +170,28 @@ def partial_with_a_list_that_grows(wrap: Wrap) -> Any:
     return [train(wrap(functools.partial(fn, seen)), vectors(3)), seen]
 
 
-@right
-def callable_object_counts_calls(wrap: Wrap) -> Any:
-    class Step:
-        calls = 0
+class Step:
+    calls = 0
 
-        def __call__(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return curve(x, self.calls)
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return curve(x, self.calls)
 
-    step = Step()
+
+class SlottedStep:
+    __slots__ = ("calls",)
+    __call__ = Step.__call__
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+def counting(wrap: Wrap, make: Callable[[], Any]) -> Any:
+    step = make()
     return [train(wrap(step), vectors(3)), step.calls]
 
 
-@right
-def callable_with_slots_counts_calls(wrap: Wrap) -> Any:
-    class Step:
-        __slots__ = ("calls",)
-
-        def __init__(self) -> None:
-            self.calls = 0
-
-        def __call__(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return curve(x, self.calls)
-
-    step = Step()
-    return [train(wrap(step), vectors(3)), step.calls]
+PROGRAMS.rows(counting, {"callable_object_counts_calls": (Step,), "callable_with_slots_counts_calls": (SlottedStep,)})
 
 
 # -- keys ---------------------------------------------------------------------------------------------------------------

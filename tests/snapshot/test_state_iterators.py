@@ -102,24 +102,22 @@ PROGRAMS.rows(
 )
 
 
-@right
-def iterator_in_an_attribute_of_a_module(wrap: Wrap) -> Any:
+def of_a_module(wrap: Wrap, place: Callable[[Any], Any], find: Callable[[Any], Any]) -> Any:
     class Block(Holding):
         def forward(self, x: Tensor) -> Tensor:
-            return curve(x, next(self.factors))
+            return curve(x, next(find(self.factors)))
 
-    block = Block(factors=iter([1.0, 2.0, 3.0, 4.0]))
-    return [train(wrap(block), vectors(3)), next(block.factors)]
+    block = Block(factors=place(iter([1.0, 2.0, 3.0, 4.0])))
+    return [train(wrap(block), vectors(3)), next(find(block.factors))]
 
 
-@right
-def iterator_in_a_tuple_of_a_module(wrap: Wrap) -> Any:
-    class Block(Holding):
-        def forward(self, x: Tensor) -> Tensor:
-            return curve(x, next(self.factors[0]))
-
-    block = Block(factors=(iter([1.0, 2.0, 3.0, 4.0]), 1))
-    return [train(wrap(block), vectors(3)), next(block.factors[0])]
+PROGRAMS.rows(
+    of_a_module,
+    {
+        "iterator_in_an_attribute_of_a_module": (lambda items: items, lambda factors: factors),
+        "iterator_in_a_tuple_of_a_module": (lambda items: (items, 1), lambda factors: factors[0]),
+    },
+)
 
 
 @right

@@ -22,6 +22,7 @@ from state_programs import (
     leaf,
     state_of,
     train,
+    with_module,
 )
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -205,16 +206,11 @@ class WeightIsProjectedInTheForward(nn.Module):
         return curve(x @ self.weight, 2)
 
 
-@right
-def weight_is_clamped_in_the_forward(wrap: Wrap) -> Any:
-    layer = nn.Linear(4, 4)
-
-    def fn(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            layer.weight.clamp_(-0.3, 0.3)
-        return curve(layer(x), 2)
-
-    return [train(wrap(fn), inputs()), state_of(layer)]
+@right_by(with_module, lambda: nn.Linear(4, 4))
+def weight_is_clamped_in_the_forward(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        layer.weight.clamp_(-0.3, 0.3)
+    return curve(layer(x), 2)
 
 
 @loud
@@ -297,18 +293,15 @@ def rows_are_renormalised_where_values_are_compared(wrap: Wrap) -> Any:
     return [train(wrap(module, check="every"), inputs()), state_of(module)]
 
 
-@right
-def weight_is_clamped_through_data_where_values_are_compared(wrap: Wrap) -> Any:
-    layer = nn.Linear(4, 4)
-
-    def fn(x: Tensor) -> Tensor:
-        layer.weight.data = layer.weight.data.clamp(-0.2, 0.2)
-        return curve(layer(x), 2)
-
-    return [train(wrap(fn, check="every"), inputs()), state_of(layer)]
+@right_by(with_module, lambda: nn.Linear(4, 4), check="every")
+def weight_is_clamped_through_data_where_values_are_compared(layer: nn.Module, x: Tensor) -> Tensor:
+    layer.weight.data = layer.weight.data.clamp(-0.2, 0.2)
+    return curve(layer(x), 2)
 
 
-def of_a_halved_argument(wrap: Wrap, finish: Callable[[Tensor], Tensor], **options: Any) -> Any:
+def of_a_halved_argument(
+    wrap: Wrap, finish: Callable[[Tensor], Tensor], check: Any = "first", policy: Any = None
+) -> Any:
     """Halve an argument that requires a gradient, of which there is no copy, and add it."""
     layer = nn.Linear(4, 4)
 
@@ -317,19 +310,18 @@ def of_a_halved_argument(wrap: Wrap, finish: Callable[[Tensor], Tensor], **optio
         return finish(layer(x).sin() + given)
 
     def step(x: Tensor) -> Tensor:
-        return wrap(fn, **options)(x, x * 1.0)  # type: ignore[no-any-return]
+        return wrap(fn, check=check, policy=policy)(x, x * 1.0)  # type: ignore[no-any-return]
 
     return [train(step, inputs()), state_of(layer)]
 
 
-@right
-def halved_argument_is_only_added_to_the_output(wrap: Wrap) -> Any:
-    return of_a_halved_argument(wrap, lambda h: h)
-
-
-@right
-def halved_argument_is_only_added_to_the_output_where_values_are_compared(wrap: Wrap) -> Any:
-    return of_a_halved_argument(wrap, lambda h: h, check="every")
+PROGRAMS.rows(
+    of_a_halved_argument,
+    {
+        "halved_argument_is_only_added_to_the_output": (lambda h: h,),
+        "halved_argument_is_only_added_to_the_output_where_values_are_compared": (lambda h: h, "every"),
+    },
+)
 
 
 @loud
@@ -625,65 +617,47 @@ def weight_of_another_shape_stands_in_for_the_forward(wrap: Wrap) -> Any:
 # -- gradients inside ---------------------------------------------------------------------------------------------------
 
 
-@right
-def hook_on_a_parameter_is_registered_inside(wrap: Wrap) -> Any:
+@right_by(with_module, lambda: nn.Linear(4, 4), show=lambda layer: len(layer.weight._backward_hooks))
+def hook_on_a_parameter_is_registered_inside(layer: nn.Module, x: Tensor) -> Tensor:
     """The hook fires once in backward, and the recomputation does not register it again."""
-    layer = nn.Linear(4, 4)
-
-    def fn(x: Tensor) -> Tensor:
-        if not getattr(layer, "hooked", False):
-            layer.hooked = True
-            layer.weight.register_hook(lambda grad: grad * 2)
-        return curve(layer(x), 2)
-
-    return [train(wrap(fn), inputs()), gradients(layer), len(layer.weight._backward_hooks)]
+    if not getattr(layer, "hooked", False):
+        layer.hooked = True
+        layer.weight.register_hook(lambda grad: grad * 2)
+    return curve(layer(x), 2)
 
 
-@right
-def hook_on_a_parameter_is_registered_in_every_call(wrap: Wrap) -> Any:
-    layer = nn.Linear(4, 4)
-
-    def fn(x: Tensor) -> Tensor:
-        layer.weight.register_hook(lambda grad: grad * 1.5)
-        return curve(layer(x), 2)
-
-    return [train(wrap(fn), inputs()), gradients(layer), len(layer.weight._backward_hooks)]
+@right_by(with_module, lambda: nn.Linear(4, 4), show=lambda layer: len(layer.weight._backward_hooks))
+def hook_on_a_parameter_is_registered_in_every_call(layer: nn.Module, x: Tensor) -> Tensor:
+    layer.weight.register_hook(lambda grad: grad * 1.5)
+    return curve(layer(x), 2)
 
 
-@right
-def hook_on_an_intermediate_is_registered_inside(wrap: Wrap) -> Any:
+def hooked_inside(wrap: Wrap, on_argument: bool) -> Any:
     calls: list[float] = []
 
     def fn(x: Tensor) -> Tensor:
         h = curve(x, 2)
-        h.register_hook(lambda grad: calls.append(float(grad.sum())))
+        (x if on_argument else h).register_hook(lambda grad: calls.append(float(grad.sum())))
         return curve(h, 3)
 
     return [train(wrap(fn), inputs()), calls]
 
 
-@right
-def hook_on_an_argument_is_registered_inside(wrap: Wrap) -> Any:
-    calls: list[float] = []
-
-    def fn(x: Tensor) -> Tensor:
-        x.register_hook(lambda grad: calls.append(float(grad.sum())))
-        return curve(curve(x, 2), 3)
-
-    return [train(wrap(fn), inputs()), calls]
+PROGRAMS.rows(
+    hooked_inside,
+    {
+        "hook_on_an_intermediate_is_registered_inside": (False,),
+        "hook_on_an_argument_is_registered_inside": (True,),
+    },
+)
 
 
-@right
-def backward_into_grad_inside(wrap: Wrap) -> Any:
+@right_by(with_module, lambda: nn.Linear(4, 4))
+def backward_into_grad_inside(layer: nn.Module, x: Tensor) -> Tensor:
     """The region runs a backward that adds to `.grad` of a parameter, once."""
-    layer = nn.Linear(4, 4)
-
-    def fn(x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            layer(x.detach()).square().sum().backward()
-        return curve(layer(x), layer.weight.grad.sum())
-
-    return [train(wrap(fn), inputs()), gradients(layer)]
+    with torch.enable_grad():
+        layer(x.detach()).square().sum().backward()
+    return curve(layer(x), layer.weight.grad.sum())
 
 
 @loud
@@ -697,17 +671,12 @@ def gradient_is_read_by_the_region(wrap: Wrap) -> Any:
     return [[x.grad for x in leaves], gradients(layer)]
 
 
-@right
-def adaptation_inside(wrap: Wrap) -> Any:
+@right_by(with_module, lambda: nn.Linear(4, 4))
+def adaptation_inside(layer: nn.Module, x: Tensor) -> Tensor:
     """One inner gradient step on fast weights, as in meta-learning."""
-    layer = nn.Linear(4, 4)
-
-    def fn(x: Tensor) -> Tensor:
-        loss = F.linear(x, layer.weight).square().mean()
-        (grad,) = torch.autograd.grad(loss, layer.weight, create_graph=True)
-        return curve(F.linear(x, layer.weight - 0.1 * grad), 2)
-
-    return [train(wrap(fn), inputs()), gradients(layer)]
+    loss = F.linear(x, layer.weight).square().mean()
+    (grad,) = torch.autograd.grad(loss, layer.weight, create_graph=True)
+    return curve(F.linear(x, layer.weight - 0.1 * grad), 2)
 
 
 @right
@@ -904,10 +873,7 @@ def activation_of_a_transformer_layer_has_state(wrap: Wrap) -> Any:
 @right_with(recomputations=8)
 def weight_of_an_lstm_is_replaced(wrap: Wrap) -> Any:
     module = nn.LSTM(4, 4, 2, dropout=0.1)
-
-    def change(step: int) -> None:
-        module.weight_hh_l0 = nn.Parameter(torch.randn(16, 4))
-
+    change = lambda step: setattr(module, "weight_hh_l0", nn.Parameter(torch.randn(16, 4)))  # noqa: E731
     return [changed_before_the_backward(wrap, module, change, 3, 2, 4), module._flat_weights]
 
 
@@ -915,10 +881,7 @@ def weight_of_an_lstm_is_replaced(wrap: Wrap) -> Any:
 def weight_of_a_gru_inside_is_replaced(wrap: Wrap) -> Any:
     gru = nn.GRU(4, 4)
     model = nn.Sequential(nn.Linear(4, 4), gru)
-
-    def change(step: int) -> None:
-        gru.weight_ih_l0 = nn.Parameter(torch.randn(12, 4))
-
+    change = lambda step: setattr(gru, "weight_ih_l0", nn.Parameter(torch.randn(12, 4)))  # noqa: E731
     return changed_before_the_backward(wrap, model, change, 3, 2, 4)
 
 
@@ -946,21 +909,22 @@ def parameter_is_renamed_before_the_backward(wrap: Wrap) -> Any:
     return changed_before_the_backward(wrap, module, module.rename)
 
 
-@right_with(recomputations=8)
-def parameters_change_places_before_the_backward(wrap: Wrap) -> Any:
-    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+def swapped_before_the_backward(wrap: Wrap, name: str, has_bias: bool) -> Any:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4, bias=has_bias)
 
     def change(step: int) -> None:
-        first.weight, second.weight = second.weight, first.weight
+        one, other = getattr(first, name), getattr(second, name)
+        setattr(first, name, other)
+        setattr(second, name, one)
 
     return changed_before_the_backward(wrap, nn.Sequential(first, nn.Tanh(), second, nn.Tanh()), change)
 
 
-@right_with(recomputations=8)
-def parameter_moves_to_another_module_before_the_backward(wrap: Wrap) -> Any:
-    first, second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
-
-    def change(step: int) -> None:
-        first.bias, second.bias = second.bias, first.bias
-
-    return changed_before_the_backward(wrap, nn.Sequential(first, nn.Tanh(), second, nn.Tanh()), change)
+PROGRAMS.rows(
+    swapped_before_the_backward,
+    {
+        "parameters_change_places_before_the_backward": ("weight", True),
+        "parameter_moves_to_another_module_before_the_backward": ("bias", False),
+    },
+    recomputations=8,
+)

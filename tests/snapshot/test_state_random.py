@@ -235,10 +235,10 @@ def spare_normal_of_python(wrap: Wrap) -> Any:
 
 @right
 def numpy_draws(wrap: Wrap) -> Any:
-    return trained(wrap, lambda x: curve(x, float(numpy.random.rand())), lambda: float(numpy.random.rand()))
+    return trained(wrap, lambda x: curve(x, float(numpy.random.rand())), numpy.random.random)
 
 
-@right_by(trained, lambda: float(numpy.random.rand()))
+@right_by(trained, numpy.random.random)
 def numpy_state_is_put_back(x: Tensor) -> Tensor:
     state = numpy.random.get_state()
     x = curve(x, float(numpy.random.rand()))
@@ -246,7 +246,7 @@ def numpy_state_is_put_back(x: Tensor) -> Tensor:
     return x
 
 
-@right_by(trained, lambda: float(numpy.random.rand()))
+@right_by(trained, numpy.random.random)
 def numpy_seed_inside(x: Tensor) -> Tensor:
     x = curve(x, float(numpy.random.rand()))
     numpy.random.seed(3)
@@ -406,29 +406,25 @@ def generators_of_a_child_in_a_list(wrap: Wrap) -> Any:
     return [trained(wrap, module), [child.states() for child in module.children_in_a_list]]
 
 
-@right
-def generator_is_put_back_after_a_draw(wrap: Wrap) -> Any:
+def with_generator(wrap: Wrap, fn: Callable[[torch.Generator, Tensor], Tensor]) -> Any:
     generator = torch.Generator().manual_seed(3)
-
-    def fn(x: Tensor) -> Tensor:
-        state = generator.get_state()
-        x = curve(x, torch.rand(4, generator=generator))
-        generator.set_state(state)
-        return x
-
-    return [trained(wrap, fn, lambda: torch.rand(2, generator=generator)), generator.get_state()]
+    grads = trained(wrap, lambda x: fn(generator, x), lambda: torch.rand(2, generator=generator))
+    return [grads, generator.get_state()]
 
 
-@right
-def generator_is_reseeded_inside(wrap: Wrap) -> Any:
-    generator = torch.Generator().manual_seed(3)
+@right_by(with_generator)
+def generator_is_put_back_after_a_draw(generator: torch.Generator, x: Tensor) -> Tensor:
+    state = generator.get_state()
+    x = curve(x, torch.rand(4, generator=generator))
+    generator.set_state(state)
+    return x
 
-    def fn(x: Tensor) -> Tensor:
-        x = curve(x, torch.rand(4, generator=generator))
-        generator.manual_seed(4)
-        return curve(x, torch.rand(4, generator=generator))
 
-    return [trained(wrap, fn, lambda: torch.rand(2, generator=generator)), generator.get_state()]
+@right_by(with_generator)
+def generator_is_reseeded_inside(generator: torch.Generator, x: Tensor) -> Tensor:
+    x = curve(x, torch.rand(4, generator=generator))
+    generator.manual_seed(4)
+    return curve(x, torch.rand(4, generator=generator))
 
 
 @right

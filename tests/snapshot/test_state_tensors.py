@@ -24,13 +24,14 @@ from state_programs import (
     leaf,
     state_of,
     train,
+    with_module,
 )
 from torch import Tensor, nn
 
 from reactivate import policies
 
 PROGRAMS = Programs()
-right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
+right, right_by, right_with, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.right_with, PROGRAMS.loud
 
 
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
@@ -41,32 +42,30 @@ def test_program(program: Program) -> None:
 # -- tensors outside of modules -----------------------------------------------------------------------------------------
 
 
-def in_plain_container(wrap: Wrap, state: Any, read: Callable[[], Tensor]) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        out = curve(x, read().clone())
-        with torch.no_grad():
-            read().mul_(0.5).add_(x.amax(0))
-        return curve(out, read().clone())
-
-    return [train(wrap(fn), inputs()), read()]
+def written(x: Tensor, amax: Tensor) -> Tensor:
+    """Read a tensor, write to it and read it again."""
+    out = curve(x, amax.clone())
+    with torch.no_grad():
+        amax.mul_(0.5).add_(x.amax(0))
+    return curve(out, amax.clone())
 
 
-@right
-def state_in_a_captured_tensor(wrap: Wrap) -> Any:
-    state = torch.ones(1, 4)
-    return in_plain_container(wrap, state, lambda: state)
+def in_plain_container(wrap: Wrap, place: Callable[[Tensor], Any], read: Callable[[Any], Tensor]) -> Any:
+    state = place(torch.ones(1, 4))
+    return [train(wrap(lambda x: written(x, read(state))), inputs()), read(state)]
 
 
-@right
-def state_in_a_list(wrap: Wrap) -> Any:
-    state = [torch.ones(1, 4)]
-    return in_plain_container(wrap, state, lambda: state[0])
-
-
-@right
-def state_in_a_dict_of_an_object(wrap: Wrap) -> Any:
-    state = SimpleNamespace(stats={"amax": torch.ones(1, 4)})
-    return in_plain_container(wrap, state, lambda: state.stats["amax"])
+PROGRAMS.rows(
+    in_plain_container,
+    {
+        "state_in_a_captured_tensor": (lambda tensor: tensor, lambda state: state),
+        "state_in_a_list": (lambda tensor: [tensor], lambda state: state[0]),
+        "state_in_a_dict_of_an_object": (
+            lambda tensor: SimpleNamespace(stats={"amax": tensor}),
+            lambda state: state.stats["amax"],
+        ),
+    },
+)
 
 
 @right
@@ -99,67 +98,42 @@ def state_in_an_argument_object(wrap: Wrap) -> Any:
 
 @right
 def state_tensor_argument_is_written(wrap: Wrap) -> Any:
-    def fn(x: Tensor, amax: Tensor) -> Tensor:
-        out = curve(x, amax.clone())
-        with torch.no_grad():
-            amax.mul_(0.5).add_(x.amax(0))
-        return curve(out, amax.clone())
-
     amax = torch.ones(1, 4)
-    return [train(wrap(fn), inputs(), amax), amax]
+    return [train(wrap(written), inputs(), amax), amax]
 
 
-@right
-def log_argument_is_written_by_slices(wrap: Wrap) -> Any:
-    def block(index: int, x: Tensor, log: Tensor) -> Tensor:
+def with_log(wrap: Wrap, write: Callable[[Any, int, Tensor], Any], make: Callable[[], Any], is_argument: bool) -> Any:
+    """Three regions write to a log, which is their argument or closed over."""
+    log = make()
+
+    def block(index: int, x: Tensor, given: Any = None) -> Tensor:
         out = curve(x, 1.0 + index)
-        log[index] = out.detach().mean()
+        write(log if given is None else given, index, out.detach())
         return out.sin()
 
-    log, checkpointed = torch.zeros(3), wrap(block)
+    checkpointed, given = wrap(block), [log] * is_argument
 
     def step(x: Tensor) -> Tensor:
         for index in range(3):
-            x = checkpointed(index, x, log)
+            x = checkpointed(index, x, *given)
         return x
 
     return [train(step, inputs()), log]
 
 
-@right
-def captured_log_is_written_by_slices(wrap: Wrap) -> Any:
-    log = torch.zeros(3, 2)
-
-    def block(index: int, x: Tensor) -> Tensor:
-        out = curve(x, 1.0 + index)
-        log[index] = torch.stack([out.detach().mean(), out.detach().amax()])
-        return out.sin()
-
-    checkpointed = wrap(block)
-
-    def step(x: Tensor) -> Tensor:
-        for index in range(3):
-            x = checkpointed(index, x)
-        return x
-
-    return [train(step, inputs()), log]
+@right_by(with_log, lambda: torch.zeros(3), True)
+def log_argument_is_written_by_slices(log: Tensor, index: int, out: Tensor) -> None:
+    log[index] = out.mean()
 
 
-@right
-def list_of_logs_is_written(wrap: Wrap) -> Any:
-    def block(index: int, x: Tensor, logs: list[Tensor]) -> Tensor:
-        out = curve(x, 1.0 + index)
-        logs[index].copy_(out.detach().mean(0))
-        return out.sin()
+@right_by(with_log, lambda: torch.zeros(3, 2), False)
+def captured_log_is_written_by_slices(log: Tensor, index: int, out: Tensor) -> None:
+    log[index] = torch.stack([out.mean(), out.amax()])
 
-    logs, checkpointed = [torch.zeros(4) for _ in range(3)], wrap(block)
 
-    def step(x: Tensor) -> Tensor:
-        for index in range(3):
-            x = checkpointed(index, x, logs)
-        return x
-
-    return [train(step, inputs()), logs]
+@right_by(with_log, lambda: [torch.zeros(4) for _ in range(3)], True)
+def list_of_logs_is_written(logs: list[Tensor], index: int, out: Tensor) -> None:
+    logs[index].copy_(out.mean(0))
 
 
 @right
@@ -216,16 +190,11 @@ def recurrent_state_is_carried_with_its_graph(wrap: Wrap) -> Any:
 # -- batch norm and modules of torch ------------------------------------------------------------------------------------
 
 
-@right
-def functional_batch_norm_on_the_buffers_of_a_module(wrap: Wrap) -> Any:
-    norm = nn.BatchNorm1d(4)
-
-    def fn(x: Tensor) -> Tensor:
-        before = norm.running_mean.clone()
-        out = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, training=True)
-        return curve(out + before, norm.running_var.clone())
-
-    return [train(wrap(fn), inputs()), state_of(norm)]
+@right_by(with_module, lambda: nn.BatchNorm1d(4))
+def functional_batch_norm_on_the_buffers_of_a_module(norm: nn.Module, x: Tensor) -> Tensor:
+    before = norm.running_mean.clone()
+    out = F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, training=True)
+    return curve(out + before, norm.running_var.clone())
 
 
 @right
@@ -251,14 +220,9 @@ def running_statistics_are_read(wrap: Wrap) -> Any:
     return [train(wrap(module), inputs()), state_of(module)]
 
 
-@right
-def num_batches_tracked_decides(wrap: Wrap) -> Any:
-    norm = nn.BatchNorm1d(4, momentum=None)
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(norm(x), 2.0 if int(norm.num_batches_tracked) % 2 else 3.0) * norm.running_mean.clone()
-
-    return [train(wrap(fn), inputs(4)), state_of(norm)]
+@right_by(with_module, lambda: nn.BatchNorm1d(4, momentum=None), count=4)
+def num_batches_tracked_decides(norm: nn.Module, x: Tensor) -> Tensor:
+    return curve(norm(x), 2.0 if int(norm.num_batches_tracked) % 2 else 3.0) * norm.running_mean.clone()
 
 
 @right
@@ -283,46 +247,31 @@ def batch_norm_child_by_its_forward(wrap: Wrap) -> Any:
     return [train(wrap(module), inputs()), state_of(module)]
 
 
-@right
-def buffer_of_a_child_is_written_before_its_call(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), Scale())
+@right_by(with_module, lambda: nn.Sequential(nn.Linear(4, 4), Scale()))
+def buffer_of_a_child_is_written_before_its_call(model: nn.Module, x: Tensor) -> Tensor:
+    h = model[0](x)
+    with torch.no_grad():
+        model[1].amax.mul_(0.5)
+    return model[1](h)
 
-    def fn(x: Tensor) -> Tensor:
-        h = model[0](x)
+
+@right_by(with_module, lambda: nn.ModuleDict({"linear": nn.Linear(4, 4), "scale": Scale()}))
+def buffer_of_a_child_is_written_without_a_call(model: nn.Module, x: Tensor) -> Tensor:
+    out = curve(model["linear"](x), model["scale"].amax.clone())
+    model["scale"].update(x)
+    return curve(out, model["scale"].amax.clone())
+
+
+@right_by(with_module, lambda: nn.Sequential(nn.Linear(4, 4), Scale()))
+def buffers_are_reached_through_the_registries(model: nn.Module, x: Tensor) -> Tensor:
+    out = model._modules["0"](x)
+    for buffer in model.buffers():
+        out = curve(out, buffer.clone())
         with torch.no_grad():
-            model[1].amax.mul_(0.5)
-        return model[1](h)
-
-    return [train(wrap(fn), inputs()), state_of(model)]
-
-
-@right
-def buffer_of_a_child_is_written_without_a_call(wrap: Wrap) -> Any:
-    model = nn.ModuleDict({"linear": nn.Linear(4, 4), "scale": Scale()})
-
-    def fn(x: Tensor) -> Tensor:
-        out = curve(model["linear"](x), model["scale"].amax.clone())
-        model["scale"].update(x)
-        return curve(out, model["scale"].amax.clone())
-
-    return [train(wrap(fn), inputs()), state_of(model)]
-
-
-@right
-def buffers_are_reached_through_the_registries(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), Scale())
-
-    def fn(x: Tensor) -> Tensor:
-        out = model._modules["0"](x)
-        for buffer in model.buffers():
-            out = curve(out, buffer.clone())
-            with torch.no_grad():
-                buffer.add_(x.amax(0))
-        for child in model.children():
-            out = child(out)
-        return out
-
-    return [train(wrap(fn), inputs()), state_of(model)]
+            buffer.add_(x.amax(0))
+    for child in model.children():
+        out = child(out)
+    return out
 
 
 @right
@@ -398,18 +347,13 @@ def nested_regions_share_a_buffer(wrap: Wrap) -> Any:
     return [train(wrap(fn), inputs()), state_of(scale)]
 
 
-@right
-def backward_inside_the_region(wrap: Wrap) -> Any:
+@right_by(with_module, Scale)
+def backward_inside_the_region(scale: nn.Module, x: Tensor) -> Tensor:
     """The region takes a gradient of its own while its buffer is in flux."""
-    scale = Scale()
-
-    def fn(x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            probe = x.detach().requires_grad_()
-            (grad,) = torch.autograd.grad(scale(probe).sum(), probe)
-        return curve(scale(x), grad)
-
-    return [train(wrap(fn), inputs()), state_of(scale)]
+    with torch.enable_grad():
+        probe = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(scale(probe).sum(), probe)
+    return curve(scale(x), grad)
 
 
 @right_with(recomputations=4)
@@ -466,44 +410,37 @@ def forwards_that_have_no_backward(wrap: Wrap) -> Any:
 # -- tensors that a kept one is taken for -------------------------------------------------------------------------------
 
 
-@right
-def copy_of_an_argument_is_written(wrap: Wrap) -> Any:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        y = x.clone()
-        y[:, 0] = 2
-        z = w.t().contiguous()
-        z.mul_(3)
-        return (y.tanh() * y) @ z
-
+def with_weight(wrap: Wrap, fn: Callable[[Tensor, Tensor], Tensor], **options: Any) -> Any:
     weight = leaf(4, 4)
-    return [train(wrap(fn), inputs(), weight), weight.grad]
+    return [train(wrap(fn, **options), inputs(), weight), weight.grad]
 
 
-@right
-def copy_of_a_kept_result_is_written(wrap: Wrap) -> Any:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        h = x @ w
-        y = h.clone()
-        y.mul_(2)
-        z = h.to(torch.float64)
-        z[0] = 1
-        return (y.tanh() * y + (z * z.sin()).to(torch.float32) * h).square()
-
-    weight = leaf(4, 4)
-    return [train(wrap(fn, policy=policies.save_ops("matmul")), inputs(), weight), weight.grad]
+@right_by(with_weight)
+def copy_of_an_argument_is_written(x: Tensor, w: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, 0] = 2
+    z = w.t().contiguous()
+    z.mul_(3)
+    return (y.tanh() * y) @ z
 
 
-@right
-def kept_result_is_written(wrap: Wrap) -> Any:
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        h = x @ w
-        y = h.t().contiguous()
-        y.add_(1)
-        h = h.relu_()
-        return (y.t() * h).tanh() * h
+@right_by(with_weight, policy=policies.save_ops("matmul"))
+def copy_of_a_kept_result_is_written(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    y = h.clone()
+    y.mul_(2)
+    z = h.to(torch.float64)
+    z[0] = 1
+    return (y.tanh() * y + (z * z.sin()).to(torch.float32) * h).square()
 
-    weight = leaf(4, 4)
-    return [train(wrap(fn, policy=policies.save_ops("matmul")), inputs(), weight), weight.grad]
+
+@right_by(with_weight, policy=policies.save_ops("matmul"))
+def kept_result_is_written(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    y = h.t().contiguous()
+    y.add_(1)
+    h = h.relu_()
+    return (y.t() * h).tanh() * h
 
 
 @right
