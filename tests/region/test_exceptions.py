@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from journal import Journal
+from memory import without_collector
 from oracle import Ran, assert_bitwise, random_states, seed_everything
 from surroundings import (
     Counted,
@@ -92,15 +93,11 @@ def test_a_failed_forward_leaves_nothing_alive() -> None:
         alive.append(weakref.ref(h))
         raise Failure
 
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         x = torch.ones(4, requires_grad=True)
         with suppress(Failure):
             reactivate.checkpoint(fn)(x)
         assert alive[0]() is None
-    finally:
-        gc.enable()
 
 
 # -- in the recomputation ----------------------------------------------------------------------------------------------------

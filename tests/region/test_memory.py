@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from journal import Journal
-from memory import allocated_by
+from memory import allocated_by, without_collector
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -24,10 +24,8 @@ from reactivate.policies import save_ops
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+    with without_collector():
+        yield
 
 
 def block(width: int = 32) -> nn.Module:

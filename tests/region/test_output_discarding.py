@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from fp8_linear import Fp8Linear, State, autocast
-from oracle import Watched, assert_bitwise, flatten, seed_everything
+from memory import without_collector
+from oracle import Watched, assert_bitwise, compare, flatten, leaf, plainly
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from tracker_of_megatron import CpuRngStatesTracker
@@ -79,13 +80,13 @@ class Cube(torch.autograd.Function):
 
 def once(out: Tensor, leaves: list[Tensor]) -> list[Any]:
     out.sum().backward()
-    return [leaf.grad for leaf in leaves]
+    return [item.grad for item in leaves]
 
 
 def retained(out: Tensor, leaves: list[Tensor]) -> list[Any]:
     for _ in range(3):
         (out * 2).sum().backward(retain_graph=True)
-    return [leaf.grad for leaf in leaves]
+    return [item.grad for item in leaves]
 
 
 def partly(out: Tensor, leaves: list[Tensor]) -> list[Any]:
@@ -96,45 +97,43 @@ def partly(out: Tensor, leaves: list[Tensor]) -> list[Any]:
 def twice(out: Tensor, leaves: list[Tensor]) -> list[Any]:
     (first,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)
     first.square().sum().backward()
-    return [leaf.grad for leaf in leaves]
+    return [item.grad for item in leaves]
+
+
+def compared(step: Callable[[bool], list[Any]]) -> Watched:
+    """`step(True)`, which discards, has the results of `step(False)`, bit for bit."""
+    return compare(lambda wrap: step(wrap is not plainly))
 
 
 @pytest.mark.parametrize("backward", [once, retained, partly, twice])
 @pytest.mark.parametrize("consumer", ["linear", "tuple", "views", "two", "function", "region"])
 def test_bitwise(consumer: str, backward: Callable[[Tensor, list[Tensor]], list[Any]]) -> None:
-    results, ran = [], Watched()
-    for discards in (False, True):
-        seed_everything()
+    def step(discards: bool) -> list[Any]:
         layers = nn.ModuleList([Layer(consumer) for _ in range(2)])
-        x = torch.randn(8, 8, requires_grad=True)
-        with observed_by(ran):
-            out: Tensor = x * 1
-            for layer in layers:
-                out = layer(out, discards)
-            found = backward(out, [x, *layers.parameters()])
-        results.append([out.detach(), *found, torch.get_rng_state()])
-    for index, (one, other) in enumerate(zip(*results, strict=True)):
-        assert_bitwise(one, other, str(index))
+        x = leaf(8, 8)
+        out: Tensor = x * 1
+        for layer in layers:
+            out = layer(out, discards)
+        return [out.detach(), *backward(out, [x, *layers.parameters()]), torch.get_rng_state()]
+
+    ran = compared(step)
     assert ran.regions >= 2 and ran.recomputations >= 2
 
 
 @pytest.mark.parametrize("consumer", ["linear", "tuple", "views", "two", "function"])
 def test_the_memory_of_the_output_is_free_in_between(consumer: str) -> None:
     layer = Layer(consumer)
-    gc.disable()
-    try:
-        out = layer(torch.randn(8, 8, requires_grad=True), True)
+    with without_collector():
+        out = layer(leaf(8, 8), True)
         assert layer.memory[0].expired()
         for _ in range(2):
             out.sum().backward(retain_graph=True)
             assert layer.memory[0].expired()
-    finally:
-        gc.enable()
 
 
 def test_without_a_discard_the_memory_would_stay() -> None:
     layer = Layer()
-    hidden = reactivate.checkpoint(layer.produced)(torch.randn(8, 8, requires_grad=True))
+    hidden = reactivate.checkpoint(layer.produced)(leaf(8, 8))
     memory = StorageWeakRef(hidden.untyped_storage())
     out = layer.consumed(hidden)
     del hidden
@@ -147,7 +146,7 @@ def test_what_was_rebuilt_goes_with_the_backward() -> None:
     """Also where the graph is retained: each backward recomputes once more."""
     ran = Watched()
     layer = Layer()
-    x = torch.randn(8, 8, requires_grad=True)
+    x = leaf(8, 8)
     with observed_by(ran):
         out = layer(x, True)
         for _ in range(3):
@@ -157,7 +156,7 @@ def test_what_was_rebuilt_goes_with_the_backward() -> None:
 
 def test_the_output_can_be_read_as_long_as_somebody_has_it() -> None:
     norm, linear = nn.LayerNorm(8), nn.Linear(8, 8)
-    x = torch.randn(4, 8, requires_grad=True)
+    x = leaf(4, 8)
     checkpoint = CheckpointWithoutOutput()
     hidden = checkpoint.checkpoint(norm, x)
     checkpoint.discard_output_and_register_recompute(linear(hidden))
@@ -165,10 +164,8 @@ def test_the_output_can_be_read_as_long_as_somebody_has_it() -> None:
 
 
 def test_8_bit_layers_use_the_scales_of_their_call() -> None:
-    results = []
-    for discards in (False, True):
+    def steps(discards: bool) -> list[Any]:
         State.reset()
-        torch.manual_seed(0)
         layers = nn.ModuleList([Fp8Linear(8, 8), Fp8Linear(8, 8)])
         found: list[Any] = []
         for step in range(4):
@@ -187,25 +184,22 @@ def test_8_bit_layers_use_the_scales_of_their_call() -> None:
                 loss.backward()
             found += [parameter.grad.clone() for parameter in layers.parameters() if parameter.grad is not None]
             found += [buffer.clone() for buffer in layers.buffers()]
-        results.append(found)
+        return found
+
+    compared(steps)
     State.reset()
-    for index, (one, other) in enumerate(zip(*results, strict=True)):
-        assert_bitwise(one, other, str(index))
+
+
+def in_a_region(wrap: Any, layer: Layer, *, discards: bool) -> list[Any]:
+    x = leaf(8, 8)
+    out = wrap(lambda x: layer(x, discards))(x)
+    out.sum().backward()
+    return [out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
 
 
 def test_inside_of_a_region() -> None:
     """The region around both keeps neither; what the consumer saves is in its slots already."""
-    results, ran = [], Watched()
-    for wrap, discards in ((lambda fn: fn, False), (reactivate.checkpoint, True)):
-        seed_everything()
-        layer = Layer()
-        x = torch.randn(8, 8, requires_grad=True)
-        with observed_by(ran):
-            out = wrap(lambda x, layer=layer, discards=discards: layer(x, discards))(x)
-            out.sum().backward()
-        results.append([out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())])
-    for index, (one, other) in enumerate(zip(*results, strict=True)):
-        assert_bitwise(one, other, str(index))
+    ran = compare(lambda wrap: in_a_region(wrap, Layer(), discards=wrap is not plainly))
     assert ran.recomputations >= 2
 
 
@@ -214,18 +208,7 @@ def test_inside_of_a_region() -> None:
 
 def test_a_policy_drops_what_saved_calls_are_given() -> None:
     """A region whose linear layer is saved keeps no output of the norm, and recomputes the norm alone."""
-    results, ran, calls = [], Watched(), []
-    for wrap in (lambda fn: fn, lambda fn: reactivate.checkpoint(fn, policy=policies.save_ops("linear"))):
-        seed_everything()
-        layer = Layer()
-        layer.linear.register_forward_hook(lambda *_: calls.append("linear"))
-        x = torch.randn(8, 8, requires_grad=True)
-        with observed_by(ran):
-            out = wrap(lambda x, layer=layer: layer(x, False))(x)
-            out.sum().backward()
-        results.append([out.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())])
-    for index, (one, other) in enumerate(zip(*results, strict=True)):
-        assert_bitwise(one, other, str(index))
+    ran = compare(lambda wrap: in_a_region(wrap, Layer(), discards=False), policy=policies.save_ops("linear"))
     assert (ran.regions, ran.recomputations) == (1, 1)
 
 
@@ -234,7 +217,7 @@ def test_a_policy_drops_what_saved_calls_are_given() -> None:
 
 def test_a_missing_registration_is_refused() -> None:
     norm, linear = nn.LayerNorm(8), nn.Linear(8, 8)
-    out = linear(CheckpointWithoutOutput().checkpoint(norm, torch.randn(4, 8, requires_grad=True)))
+    out = linear(CheckpointWithoutOutput().checkpoint(norm, leaf(4, 8)))
     with pytest.raises(UsageError, match=r"LayerNorm.*never was.*discard_output_and_register_recompute\(hook_tensor\)"):
         out.sum().backward()
 
@@ -252,14 +235,14 @@ def test_a_discard_without_a_checkpoint_is_refused() -> None:
 
 def test_another_hook_tensor_is_refused() -> None:
     checkpoint = CheckpointWithoutOutput()
-    checkpoint.checkpoint(nn.LayerNorm(8), torch.randn(4, 8, requires_grad=True))
+    checkpoint.checkpoint(nn.LayerNorm(8), leaf(4, 8))
     with pytest.raises(UsageError, match=r"does not depend on the output of `LayerNorm\(...\)`"):
         checkpoint.discard_output_and_register_recompute(torch.ones(2, requires_grad=True).sin())
 
 
 def test_an_output_that_was_modified_is_refused() -> None:
     checkpoint = CheckpointWithoutOutput()
-    hidden = checkpoint.checkpoint(nn.LayerNorm(8), torch.randn(4, 8, requires_grad=True))
+    hidden = checkpoint.checkpoint(nn.LayerNorm(8), leaf(4, 8))
     out = hidden.sin()
     with torch.no_grad():
         hidden.mul_(2)
@@ -269,7 +252,7 @@ def test_an_output_that_was_modified_is_refused() -> None:
 
 def test_a_consumer_without_gradient() -> None:
     """Nothing of it is saved, so that there is nothing to discard, and another consumer is right."""
-    norm, x = nn.LayerNorm(8), torch.randn(4, 8, requires_grad=True)
+    norm, x = nn.LayerNorm(8), leaf(4, 8)
     checkpoint = CheckpointWithoutOutput()
     hidden = checkpoint.checkpoint(norm, x)
     with torch.no_grad():
@@ -285,7 +268,7 @@ class Two(NamedTuple):
 
 @pytest.mark.parametrize("make", [Two, lambda *both: [*both], lambda *both: {"one": [both[0]], "other": both[1]}])
 def test_containers_stay_what_they_are(make: Any) -> None:
-    x = torch.randn(4, 8, requires_grad=True)
+    x = leaf(4, 8)
     checkpoint = CheckpointWithoutOutput()
     outputs = checkpoint.checkpoint(lambda x: make(x.exp(), x.sin()), x)
     assert type(outputs) is type(make(x, x))
@@ -307,8 +290,7 @@ def curvature(out: Tensor, x: Tensor) -> list[Tensor]:
 
 
 def discarded(produce: Any, consume: Any, backward: Any, discards: bool) -> list[Any]:
-    seed_everything()
-    x = torch.randn(6, 8, requires_grad=True)
+    x = leaf(6, 8)
     checkpoint = CheckpointWithoutOutput()
     hidden = checkpoint.checkpoint(produce, x) if discards else produce(x)
     out = consume(hidden, x)
@@ -320,13 +302,7 @@ def discarded(produce: Any, consume: Any, backward: Any, discards: bool) -> list
 
 @pytest.mark.parametrize("produce", [torch.exp, lambda x: x.sin() * x])
 def test_gradients_are_summed_in_the_order_of_the_plain_model(produce: Any) -> None:
-    ran = Watched()
-    plain = discarded(produce, lambda h, x: h * h * x, curvature, False)
-    with observed_by(ran):
-        ours = discarded(produce, lambda h, x: h * h * x, curvature, True)
-    for one, other in zip(plain, ours, strict=True):
-        assert_bitwise(one, other, "gradient")
-    assert ran.regions == 1 and ran.recomputations >= 1
+    assert compared(partial(discarded, produce, lambda h, x: h * h * x, curvature)).regions == 1
 
 
 def test_two_backwards_of_which_none_keeps_the_graph() -> None:
@@ -341,54 +317,40 @@ def test_two_backwards_of_which_none_keeps_the_graph() -> None:
         parts[:] = [hidden.exp(), hidden * hidden]
         return torch.stack(parts)
 
-    found = [discarded(lambda x: x + 1, consume, backwards, discards) for discards in (False, True)]
-    for one, other in zip(*found, strict=True):
-        assert_bitwise(one, other, "gradient")
+    compared(partial(discarded, lambda x: x + 1, consume, backwards))
 
 
 def test_an_output_that_is_a_leaf_stays() -> None:
     """The caller has it anyway, and no hook stays on it."""
-    found = [
-        discarded(
-            lambda x: (x, x.exp()),
-            lambda h, x: h[0] * h[1],
-            lambda out, x: torch.autograd.grad(out.sum(), x),
-            discards,
-        )
-        for discards in (False, True)
-    ]
-    for one, other in zip(*found, strict=True):
-        assert_bitwise(one, other, "gradient or hooks")
+    gradient = lambda out, x: torch.autograd.grad(out.sum(), x)  # noqa: E731
+    compared(partial(discarded, lambda x: (x, x.exp()), lambda h, x: h[0] * h[1], gradient))
 
 
 @pytest.mark.parametrize("backward", [once, retained, partly, twice])
 def test_a_manager_discards_several_outputs_at_once(backward: Any) -> None:
-    results, ran = [], Watched()
-    for manager in (None, CheckpointWithoutOutputManager()):
-        seed_everything()
+    def step(discards: bool) -> list[Any]:
+        manager = CheckpointWithoutOutputManager()
         layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-        x = torch.randn(8, 8, requires_grad=True)
+        x = leaf(8, 8)
         out: Tensor = x * 1
         memory: list[StorageWeakRef] = []
-        with observed_by(ran):
-            for layer in layers:
-                if manager is None:
-                    out = layer(nn.functional.dropout(out.exp(), 0.3)).tanh()
-                    continue
-                checkpoint = CheckpointWithoutOutput(ckpt_manager=manager)
-                hidden = checkpoint.checkpoint(lambda x: nn.functional.dropout(x.exp(), 0.3), out)
-                memory.append(StorageWeakRef(hidden.untyped_storage()))
-                out = layer(hidden).tanh()
-                checkpoint.discard_output_and_register_recompute(out)
-                assert not memory[-1].expired()
-                del hidden
-            if manager is not None:
-                manager.discard_all_outputs_and_register_unified_recompute(out)
-                assert all(item.expired() for item in memory)
-            found = backward(out, [x, *layers.parameters()])
-        results.append([out.detach(), *found, torch.get_rng_state()])
-    for index, (one, other) in enumerate(zip(*results, strict=True)):
-        assert_bitwise(one, other, str(index))
+        for layer in layers:
+            if not discards:
+                out = layer(nn.functional.dropout(out.exp(), 0.3)).tanh()
+                continue
+            checkpoint = CheckpointWithoutOutput(ckpt_manager=manager)
+            hidden = checkpoint.checkpoint(lambda x: nn.functional.dropout(x.exp(), 0.3), out)
+            memory.append(StorageWeakRef(hidden.untyped_storage()))
+            out = layer(hidden).tanh()
+            checkpoint.discard_output_and_register_recompute(out)
+            assert not memory[-1].expired()
+            del hidden
+        if discards:
+            manager.discard_all_outputs_and_register_unified_recompute(out)
+            assert all(item.expired() for item in memory)
+        return [out.detach(), *backward(out, [x, *layers.parameters()]), torch.get_rng_state()]
+
+    ran = compared(step)
     assert ran.regions == 3 and ran.recomputations >= 3
 
 
@@ -413,40 +375,34 @@ class NormAndResidual(torch.autograd.Function):
 @pytest.mark.parametrize("retains", [False, True])
 def test_an_output_that_is_an_input_is_kept(retains: bool, uses_manager: bool) -> None:
     """Megatron frees the memory of the input with it, but for `retain_input_tensors`."""
-    results, ran = [], Watched()
-    for discards in (False, True):
-        seed_everything()
-        weight, leaf, linear = (
-            torch.randn(8, requires_grad=True),
-            torch.randn(4, 8, requires_grad=True),
-            nn.Linear(8, 8),
-        )
-        x = leaf.exp()
+
+    def step(discards: bool) -> list[Any]:
+        weight, first, linear = leaf(8), leaf(4, 8), nn.Linear(8, 8)
+        x = first.exp()
         manager = CheckpointWithoutOutputManager() if uses_manager else None
         checkpoint = CheckpointWithoutOutput(ckpt_manager=manager, retain_input_tensors=retains)
-        with observed_by(ran):
-            if discards:
-                normed, residual = checkpoint.checkpoint(lambda x: NormAndResidual.apply(x, weight), x)
-            else:
-                normed, residual = NormAndResidual.apply(x, weight)
-            memory = StorageWeakRef(normed.untyped_storage())
-            out = linear(normed * residual) * residual
-            if discards:
-                checkpoint.discard_output_and_register_recompute(out)
-                if manager is not None:
-                    manager.discard_all_outputs_and_register_unified_recompute(out)
-            del normed
-            assert memory.expired() == discards and torch.equal(residual, x)
-            out.sum().backward()
-        assert leaf.grad is not None and weight.grad is not None
-        results.append([out.detach(), leaf.grad, weight.grad, *(parameter.grad for parameter in linear.parameters())])
-    for index, (one, other) in enumerate(zip(*results, strict=True)):
-        assert_bitwise(one, other, str(index))
+        if discards:
+            normed, residual = checkpoint.checkpoint(lambda x: NormAndResidual.apply(x, weight), x)
+        else:
+            normed, residual = NormAndResidual.apply(x, weight)
+        memory = StorageWeakRef(normed.untyped_storage())
+        out = linear(normed * residual) * residual
+        if discards:
+            checkpoint.discard_output_and_register_recompute(out)
+            if manager is not None:
+                manager.discard_all_outputs_and_register_unified_recompute(out)
+        del normed
+        assert memory.expired() == discards and torch.equal(residual, x)
+        out.sum().backward()
+        assert first.grad is not None and weight.grad is not None
+        return [out.detach(), first.grad, weight.grad, *(parameter.grad for parameter in linear.parameters())]
+
+    ran = compared(step)
     assert (ran.regions, ran.recomputations) == (1, 1)
 
 
 def test_only_inputs_given_back_need_no_discard() -> None:
-    x = torch.randn(4, requires_grad=True)
+    x = leaf(4)
     out = CheckpointWithoutOutput().checkpoint(lambda x: x.view(2, 2), x * 2).sin()
     out.sum().backward()
     assert_bitwise(x.grad, 2 * (2 * x.detach()).cos(), "gradient")
@@ -466,7 +422,6 @@ def test_the_streams_of_a_tracker() -> None:
     """Nothing but its guard finds the tracker here."""
 
     def once(discards: bool) -> list[Tensor]:
-        seed_everything()
         tracker = CpuRngStatesTracker(notes_current=True)
         tracker.add("a", 3)
         hidden = MappingProxyType({"down": tracker})
@@ -489,8 +444,7 @@ def test_the_streams_of_a_tracker() -> None:
         with tracker.fork("a"):
             return [x.grad, *(parameter.grad for parameter in linear.parameters()), torch.rand(4)]
 
-    for one, other in zip(once(False), once(True), strict=True):
-        assert_bitwise(one, other, "drawn")
+    compared(once)
 
 
 def test_without_a_gradient_it_is_the_plain_call() -> None:

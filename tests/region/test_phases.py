@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, ref
 import pytest
 import torch
 from journal import Journal
+from memory import without_collector
 from oracle import Case, Watched, check, leaf
 from torch import Tensor, nn
 
@@ -220,8 +221,7 @@ def test_a_failed_forward_and_one_without_backward_leave_nothing() -> None:
         module(x)
         raise ValueError("after it")
 
-    gc.disable()
-    try:
+    with without_collector():
         with pytest.raises(ValueError, match="after it"):
             reactivate.checkpoint(fails)(leaf(4))
         assert len(module.kept) == 0
@@ -233,8 +233,6 @@ def test_a_failed_forward_and_one_without_backward_leave_nothing() -> None:
             reactivate.checkpoint(module)(leaf(4))
         reactivate.checkpoint(module)(torch.randn(4))  # nothing needs a gradient
         assert len(module.kept) == 0
-    finally:
-        gc.enable()
 
 
 def test_other_entries_of_the_same_dict_are_rewound() -> None:

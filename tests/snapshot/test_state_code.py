@@ -17,6 +17,7 @@ import code_read_from_afar
 import pytest
 import torch
 from code_read_by_programs import helper as helper_elsewhere
+from memory import without_collector
 from several import each
 from state_programs import Holding, Program, Programs, Wrap, backward, check_program, curve, leaf, state_of
 from torch import Tensor, nn
@@ -978,15 +979,11 @@ def test_nothing_is_kept_alive_by_what_is_known_of_code() -> None:
     with functions_restored():
         helper = make(nn.Linear(4, 4), torch.ones(4))
         module = Remembered()
-        gc.collect()
-        gc.disable()
-        try:
+        with without_collector():
             reactivate.checkpoint(lambda x: curve(x, helper()))(leaf(6, 4)).sum().backward()
             reactivate.checkpoint(module)(leaf(6, 4)).sum().backward()
             helper = another_helper  # type: ignore[assignment]
             assert [item() for item in references] == [None, None]
-        finally:
-            gc.enable()
 
 
 # -- code that is made by `exec`, as in notebooks and templates ---------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory import without_collector
 from oracle import assert_alike, assert_bitwise, compare
 from state_programs import Holding
 from torch import Tensor, nn
@@ -314,8 +315,7 @@ def test_nothing_is_kept_alive(is_large: bool) -> None:
     gc.collect()
     trees = single_modules if is_large else whole_trees
     assert trees.kept
-    gc.disable()
-    try:
+    with without_collector():
         weight = weakref.ref(holder.blocks[0].inner.weight)
         holder.blocks[0].inner = nn.Linear(4, 4)
         assert weight() is None
@@ -325,8 +325,6 @@ def test_nothing_is_kept_alive(is_large: bool) -> None:
         everything = weakref.ref(holder)
         del holder
         assert everything() is None
-    finally:
-        gc.enable()
 
 
 def test_a_policy_that_leads_to_its_model_goes_with_it() -> None:
