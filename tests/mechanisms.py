@@ -32,20 +32,10 @@ from reactivate.guards.ambient import Ambient
 from reactivate.guards.rng import RewoundRng
 
 HERE = Path(__file__).parent
-FILES = (
-    "exact",
-    "modules",
-    "rng",
-    "mutation",
-    "ambient",
-    "autograd",
-    "state_code",
-    "state_containers",
-    "state_iterators",
-    "state_objects",
-    "state_modules",
-)
-FILES += ("state_buffers", "state_kinds", "state_identity", "state_random", "state_memory", "state_tensors")
+FILES = ("exact", "modules", "rng", "mutation", "own_writes", "arguments", "ambient", "autograd", "visibility")
+FILES += ("state_code", "state_classes", "state_containers", "state_objects", "state_iterators", "state_modules")
+FILES += ("state_results", "state_hooks", "state_between", "state_buffers", "state_writes", "state_views", "state_kinds")
+FILES += ("state_identity", "state_random", "state_memory", "state_tensors")
 
 
 def _nothing(*arguments: Any, **options: Any) -> None:

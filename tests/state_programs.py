@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -183,6 +184,35 @@ def train(
         between()
         backward(out)
     return [x.grad for x in inputs]
+
+
+@contextmanager
+def restored(*namespaces: Any) -> Iterator[None]:
+    """Give modules, classes and functions their attributes back."""
+    before = [dict(vars(item)) for item in namespaces]
+    try:
+        yield
+    finally:
+        for item, noted in zip(namespaces, before):
+            for name in vars(item).keys() - noted.keys():
+                delattr(item, name)
+            for name, value in noted.items():
+                if vars(item)[name] is not value:
+                    setattr(item, name, value)
+
+
+def with_changes(wrap: Wrap, fn: Callable[..., Any], change: Callable[[int], Any], read: Callable[[], Any]) -> Any:
+    """Three steps, with a change between forward and backward of each; what is read afterwards is compared, too."""
+    checkpointed = wrap(fn)
+    found = []
+    for step in range(3):
+        x = leaf(6, 4)
+        out = checkpointed(x)
+        change(step)
+        found.append(read())
+        backward(out)
+        found += [x.grad, read()]
+    return found
 
 
 def vectors(count: int = 2) -> list[Tensor]:

@@ -348,3 +348,131 @@ def parameter_is_written_through_data_before_backward(wrap: Wrap) -> Any:
     weight = nn.Parameter(torch.randn(4))
     fn = wrap(lambda x: (x + weight).tanh())
     return [train(fn, inputs(1), between=lambda: weight.data.mul_(3)), weight, weight.grad]
+
+
+# -- attributes of torch's own modules ------------------------------------------------------------------------------------
+
+
+def changed_before_the_backward(wrap: Wrap, module: nn.Module, change: Callable[[int], Any], *shape: int) -> Any:
+    """Two microbatches for each change."""
+    found: list[Any] = []
+    for step in range(4):
+        microbatches = [leaf(*(shape or (6, 4))) for _ in range(2)]
+        outputs = [wrap(module)(x) for x in microbatches]
+        parameters = list(module.parameters())
+        change(step)
+        backward(*(out[0] if isinstance(out, tuple) else out for out in outputs))
+        found.append([outputs, [x.grad for x in microbatches], [item.grad for item in parameters], state_of(module)])
+        module.zero_grad()
+    return found
+
+
+def tensor_in_an_attribute(wrap: Wrap, make: Callable[[], nn.Module], name: str) -> Any:
+    module, value = make(), torch.tensor(0.1)
+    setattr(module, name, value)
+    model = nn.Sequential(nn.Linear(4, 4), module, nn.Tanh())
+    return [changed_before_the_backward(wrap, model, lambda step: value.add_(0.1)), value]
+
+
+PROGRAMS.rows(
+    tensor_in_an_attribute,
+    {
+        "slope_of_a_leaky_relu_is_a_tensor": (nn.LeakyReLU, "negative_slope"),
+        "epsilon_of_a_layer_norm_is_a_tensor": (lambda: nn.LayerNorm(4), "eps"),
+        "momentum_of_a_batch_norm_is_a_tensor": (lambda: nn.BatchNorm1d(4), "momentum"),
+    },
+    recomputations=8,
+)
+
+
+@right_with(recomputations=8)
+def slope_is_a_tensor_in_a_large_tree(wrap: Wrap) -> Any:
+    activation = nn.LeakyReLU()
+    activation.negative_slope = value = torch.tensor(0.1)  # type: ignore[assignment]
+    model = nn.Sequential(nn.Linear(4, 4), activation, *(nn.Tanh() for _ in range(80)))
+    return changed_before_the_backward(wrap, model, lambda step: value.add_(0.1))
+
+
+@right_with(recomputations=8)
+def slope_becomes_a_tensor(wrap: Wrap) -> Any:
+    activation = nn.LeakyReLU()
+    model = nn.Sequential(nn.Linear(4, 4), activation, nn.Tanh())
+
+    def change(step: int) -> None:
+        if step == 1:
+            activation.negative_slope = torch.tensor(0.3)  # type: ignore[assignment]
+        else:
+            activation.negative_slope += 0.2
+
+    return changed_before_the_backward(wrap, model, change)
+
+
+@right_with(recomputations=8)
+def activation_of_a_transformer_layer_has_state(wrap: Wrap) -> Any:
+    factor = [1.0]
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, activation=lambda x: (x * factor[0]).tanh())
+
+    def change(step: int) -> None:
+        factor[0] += 0.5
+
+    return changed_before_the_backward(wrap, layer, change)
+
+
+@right_with(recomputations=8)
+def weight_of_an_lstm_is_replaced(wrap: Wrap) -> Any:
+    module = nn.LSTM(4, 4, 2, dropout=0.1)
+    change = lambda step: setattr(module, "weight_hh_l0", nn.Parameter(torch.randn(16, 4)))  # noqa: E731
+    return [changed_before_the_backward(wrap, module, change, 3, 2, 4), module._flat_weights]
+
+
+@right_with(recomputations=8)
+def weight_of_a_gru_inside_is_replaced(wrap: Wrap) -> Any:
+    gru = nn.GRU(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), gru)
+    change = lambda step: setattr(gru, "weight_ih_l0", nn.Parameter(torch.randn(12, 4)))  # noqa: E731
+    return changed_before_the_backward(wrap, model, change, 3, 2, 4)
+
+
+# -- parameters under another name ------------------------------------------------------------------------------------------
+
+
+class Renamed(Holding):
+    """A parameter's effect depends on its name, and on its place among the parameters."""
+
+    def rename(self, step: int) -> None:
+        old, new = ("one", "last") if hasattr(self, "one") else ("last", "one")
+        parameter = getattr(self, old)
+        delattr(self, old)
+        setattr(self, new, parameter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, parameter in self.named_parameters():
+            x = curve(x * parameter, len(name))
+        return x
+
+
+@right_with(recomputations=8)
+def parameter_is_renamed_before_the_backward(wrap: Wrap) -> Any:
+    module = Renamed(one=nn.Parameter(torch.randn(4)), other=nn.Parameter(torch.randn(4)))
+    return changed_before_the_backward(wrap, module, module.rename)
+
+
+def swapped_before_the_backward(wrap: Wrap, name: str, has_bias: bool) -> Any:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4, bias=has_bias)
+
+    def change(step: int) -> None:
+        one, other = getattr(first, name), getattr(second, name)
+        setattr(first, name, other)
+        setattr(second, name, one)
+
+    return changed_before_the_backward(wrap, nn.Sequential(first, nn.Tanh(), second, nn.Tanh()), change)
+
+
+PROGRAMS.rows(
+    swapped_before_the_backward,
+    {
+        "parameters_change_places_before_the_backward": ("weight", True),
+        "parameter_moves_to_another_module_before_the_backward": ("bias", False),
+    },
+    recomputations=8,
+)

@@ -1,15 +1,13 @@
-"""Code that changes between forward and backward: classes, functions, Python modules, and what these hold."""
+"""Functions that change between forward and backward, and code that is made by `exec`; neither is kept alive."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import weakref
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum, Flag, auto
-from types import ModuleType, SimpleNamespace
+from enum import Flag, auto
 from typing import Any
 
 import code_read_by_programs as programs
@@ -19,50 +17,31 @@ import torch
 from code_read_by_programs import helper as helper_elsewhere
 from memory import without_collector
 from several import each
-from state_programs import Holding, Program, Programs, Wrap, backward, check_program, curve, leaf, state_of
+from state_programs import (
+    Program,
+    Programs,
+    Wrap,
+    backward,
+    check_program,
+    curve,
+    leaf,
+    restored,
+    with_changes,
+)
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 
 import reactivate
 from reactivate import policies
 from reactivate._snapshot.trees import whole_trees
 
 PROGRAMS = Programs()
-right, right_by = PROGRAMS.right, PROGRAMS.right_by
+right = PROGRAMS.right
 
 
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
 def test_program(program: Program) -> None:
     check_program(program)
-
-
-@contextmanager
-def restored(*namespaces: Any) -> Iterator[None]:
-    """Give modules, classes and functions their attributes back."""
-    before = [dict(vars(item)) for item in namespaces]
-    try:
-        yield
-    finally:
-        for item, noted in zip(namespaces, before):
-            for name in vars(item).keys() - noted.keys():
-                delattr(item, name)
-            for name, value in noted.items():
-                if vars(item)[name] is not value:
-                    setattr(item, name, value)
-
-
-def changed_between(wrap: Wrap, fn: Callable[..., Any], change: Callable[[int], Any], read: Callable[[], Any]) -> Any:
-    """Three steps, with a change between forward and backward of each; what is read afterwards is compared, too."""
-    checkpointed = wrap(fn)
-    found = []
-    for step in range(3):
-        x = leaf(6, 4)
-        out = checkpointed(x)
-        change(step)
-        found.append(read())
-        backward(out)
-        found += [x.grad, read()]
-    return found
 
 
 FACTOR = 2.0
@@ -79,7 +58,7 @@ def name_that_only_a_nested_function_reads(wrap: Wrap) -> Any:
     names = globals()
     before = names["FACTOR"]
     try:
-        return changed_between(wrap, fn, lambda step: names.update(FACTOR=5.0 + step), lambda: FACTOR)
+        return with_changes(wrap, fn, lambda step: names.update(FACTOR=5.0 + step), lambda: FACTOR)
     finally:
         names["FACTOR"] = before
 
@@ -95,504 +74,17 @@ def class_in_a_closure(wrap: Wrap) -> Any:
         Counted.seen.append(x.detach() * 2)
         return (x * Counted.number + sum(Counted.seen)).sin()
 
-    return changed_between(
+    return with_changes(
         wrap, fn, lambda step: setattr(Counted, "number", 7), lambda: (Counted.number, len(Counted.seen))
     )
 
 
-# -- slots ----------------------------------------------------------------------------------------------------------------
-
-
-class Slotted(nn.Module):
-    __slots__ = ("__hidden", "scale", "table")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.scale = 2.0
-        self.table = {"scale": 1.0}
-        self.__hidden = 1.0
-
-    def hide(self, value: float) -> None:
-        self.__hidden = value
-
-    def forward(self, x: Tensor) -> Tensor:
-        return curve(curve(curve(self.linear(x), self.scale), self.table["scale"]), self.__hidden)
-
-
-@right
-def slot_of_a_module_is_changed(wrap: Wrap) -> Any:
-    module = Slotted()
-
-    def change(step: int) -> None:
-        module.scale += step + 1
-        module.table["scale"] += 1
-        module.hide(step + 2.0)
-
-    return [changed_between(wrap, module, change, lambda: (module.scale, dict(module.table))), state_of(module)]
-
-
-@right
-def slot_of_a_module_is_emptied(wrap: Wrap) -> Any:
-    module = Slotted()
-
-    def change(step: int) -> None:
-        del module.scale
-
-    def fn(x: Tensor) -> Tensor:
-        module.scale = 3.0
-        return module(x)
-
-    return changed_between(wrap, fn, change, lambda: hasattr(module, "scale"))
-
-
-# -- enums ----------------------------------------------------------------------------------------------------------------
-
-
-class Mode(Enum):
-    A = {"power": 2.0}
-    B = "b"
-
-    @classmethod
-    def reset(cls) -> None:
-        cls.A.scale = 1.0  # type: ignore[attr-defined]
-        cls.A.value["power"] = 2.0
-
-
-class Moded(Holding):
-    def forward(self, x: Tensor) -> Tensor:
-        return curve(curve(x, self.mode.scale), self.mode.value["power"])  # type: ignore[attr-defined]
-
-
-def change_mode(step: int) -> None:
-    Mode.A.scale += step + 1  # type: ignore[attr-defined]
-    Mode.A.value["power"] += 1
-
-
-def read_mode() -> Any:
-    return Mode.A.scale, dict(Mode.A.value)  # type: ignore[attr-defined]
-
-
-@right
-def attribute_of_a_named_enum_member_is_changed(wrap: Wrap) -> Any:
-    Mode.reset()
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(curve(x, Mode.A.scale), Mode.A.value["power"])  # type: ignore[attr-defined]
-
-    return changed_between(wrap, fn, change_mode, read_mode)
-
-
-@right
-def attribute_of_an_enum_member_in_a_module_is_changed(wrap: Wrap) -> Any:
-    Mode.reset()
-    return changed_between(wrap, Moded(mode=Mode.A), change_mode, read_mode)
-
-
-@right
-def attribute_of_an_enum_member_is_changed_that_is_an_argument(wrap: Wrap) -> Any:
-    Mode.reset()
-    checkpointed = wrap(lambda x, mode: curve(x, mode.scale))
-    x = leaf(6, 4)
-    out = checkpointed(x, Mode.A)
-    change_mode(3)
-    backward(out)
-    return [x.grad, read_mode()]
-
-
-class Side(Flag):
-    LEFT = auto()
-    RIGHT = auto()
-
-
-@right
-def flags_are_combined_in_the_forward(wrap: Wrap) -> Any:
-    made = []
-
-    def fn(x: Tensor) -> Tensor:
-        both = Side.LEFT | Side.RIGHT
-        made.append(both is made[-1] if made else True)
-        return curve(x, both.value)
-
-    return [changed_between(wrap, fn, lambda _: None, lambda: list(made)), (Side.LEFT | Side.RIGHT).name]
-
-
-# -- Python modules ---------------------------------------------------------------------------------------------------------
-
-settings = ModuleType("settings")
-settings.scale, settings.inner = 2.0, ModuleType("inner")  # type: ignore[attr-defined]
-settings.inner.scale = 1.0  # type: ignore[attr-defined]
-
-
-def change_programs(step: int) -> None:
-    programs.scale += step + 1
-    programs.table["scale"] += 1
-
-
-def read_programs() -> Any:
-    return programs.scale, dict(programs.table)
-
-
-class ReadsModule(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return curve(curve(x, programs.scale), programs.table["scale"])
-
-
-@right
-def attributes_of_a_python_module_are_changed(wrap: Wrap) -> Any:
-    programs.scale, programs.table["scale"] = 2.0, 2.0
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(curve(x, programs.scale), programs.table["scale"])
-
-    return changed_between(wrap, fn, change_programs, read_programs)
-
-
-@right
-def attributes_of_a_python_module_are_changed_that_a_module_names(wrap: Wrap) -> Any:
-    programs.scale, programs.table["scale"] = 2.0, 2.0
-    return changed_between(wrap, ReadsModule(), change_programs, read_programs)
-
-
-@right
-def attributes_of_a_made_python_module_are_changed(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        return curve(curve(x, settings.scale), settings.inner.scale)
-
-    def change(step: int) -> None:
-        settings.scale += 1  # type: ignore[attr-defined]
-        settings.inner.scale += 1  # type: ignore[attr-defined]
-
-    with restored(settings, settings.inner):
-        return changed_between(wrap, fn, change, lambda: (settings.scale, settings.inner.scale))
-
-
-@right
-def attribute_of_a_closed_over_python_module_is_changed(wrap: Wrap) -> Any:
-    local = ModuleType("local")
-    local.scale = 2.0  # type: ignore[attr-defined]
-
-    def change(step: int) -> None:
-        local.scale += 1  # type: ignore[attr-defined]
-
-    return changed_between(wrap, lambda x: curve(x, local.scale), change, lambda: local.scale)
-
-
-@right
-def python_module_counts_in_the_forward(wrap: Wrap) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        programs.scale += 1
-        return curve(x, programs.scale)
-
-    with restored(programs):
-        return changed_between(wrap, fn, lambda _: None, lambda: programs.scale)
-
-
-# -- arrays -----------------------------------------------------------------------------------------------------------------
-
-
-@right
-def arrays_are_changed(wrap: Wrap) -> Any:
-    closed_over, attribute = array("d", [2.0, 1.0]), SimpleNamespace(numbers=array("f", [1.0]))
-
-    def fn(x: Tensor, given: Any) -> Tensor:
-        return curve(curve(curve(x, closed_over[0]), attribute.numbers[0]), given[-1])
-
-    checkpointed, found = wrap(fn), []
-    for _ in range(3):
-        x, given = leaf(6, 4), array("i", [1, 2])
-        out = checkpointed(x, given)
-        closed_over[0] += 1
-        attribute.numbers[0] = 5.0
-        given.append(7)
-        backward(out)
-        found += [x.grad, list(closed_over), list(attribute.numbers), list(given)]
-    return found
-
-
-@right
-def array_of_a_module_counts_in_the_forward(wrap: Wrap) -> Any:
-    class Counts(Holding):
-        def forward(self, x: Tensor) -> Tensor:
-            self.counts[0] += 1
-            self.counts.append(1)
-            return curve(x, self.counts[0])
-
-    module = Counts(counts=array("q", [0]))
-    return changed_between(wrap, module, lambda _: None, lambda: list(module.counts))
-
-
-# -- attributes of tensors --------------------------------------------------------------------------------------------------
-
-
-class Tagged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("buf", torch.ones(4))
-        self.plain = torch.ones(4)
-        self.buf.tag, self.plain.tag = 2.0, 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return curve(curve(x * self.buf, self.buf.tag), self.plain.tag)
-
-
-@right
-def attributes_of_buffers_are_changed(wrap: Wrap) -> Any:
-    module = Tagged()
-
-    def change(step: int) -> None:
-        module.buf.tag += step + 1.0
-        module.plain.tag += 1.0
-        module.buf.more = step
-
-    return changed_between(wrap, module, change, lambda: (module.buf.tag, module.plain.tag, dict(vars(module.buf))))
-
-
-@right
-def attributes_of_buffers_are_changed_that_had_none(wrap: Wrap) -> Any:
-    module = Tagged()
-    del module.buf.tag, module.plain.tag
-    fn = lambda x: curve(x * module.buf, getattr(module.buf, "tag", 2.0))  # noqa: E731
-
-    def change(step: int) -> None:
-        module.buf.tag = step + 3.0
-
-    return changed_between(wrap, fn, change, lambda: module.buf.tag)
-
-
-@right
-def attributes_of_closed_over_tensors_are_changed(wrap: Wrap) -> Any:
-    table, weight = torch.ones(4), leaf(4)
-    table.tag, weight.tag = 2.0, 1.0  # type: ignore[attr-defined]
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(curve(x * table, table.tag), weight.tag) * weight  # type: ignore[attr-defined]
-
-    def change(step: int) -> None:
-        table.tag += step + 1  # type: ignore[attr-defined]
-        weight.tag += 1  # type: ignore[attr-defined]
-
-    return [changed_between(wrap, fn, change, lambda: (table.tag, weight.tag)), weight.grad]  # type: ignore[attr-defined]
-
-
-# -- what hooks hold --------------------------------------------------------------------------------------------------------
-
-
-class Counts:
-    """Hooks with state of their own."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def scale(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        self.calls += 1
-        return out * self.calls
-
-    __call__ = scale
-
-
-def scale_by(counts: dict[str, int], module: nn.Module, args: Any, out: Tensor) -> Tensor:
-    counts["calls"] += 1
-    return out * counts["calls"]
-
-
-def with_hook(wrap: Wrap, hook: Any, count: Callable[[], int]) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    model[0].register_forward_hook(hook)
-    region, found = wrap(model), []
-    for _ in range(3):
-        x = leaf(3, 4)
-        backward(region(x))
-        found += [x.grad, count()]
-    return found
-
-
-@right
-def hook_is_a_bound_method(wrap: Wrap) -> Any:
-    counts = Counts()
-    return with_hook(wrap, counts.scale, lambda: counts.calls)
-
-
-@right
-def hook_is_an_object(wrap: Wrap) -> Any:
-    counts = Counts()
-    return with_hook(wrap, counts, lambda: counts.calls)
-
-
-@right
-def hook_is_a_partial(wrap: Wrap) -> Any:
-    counts = {"calls": 0}
-    return with_hook(wrap, functools.partial(scale_by, counts), lambda: counts["calls"])
-
-
-@right
-def distribution_changes_in_the_forward(wrap: Wrap) -> Any:
-    class Model(Holding):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x).sin()
-            self.normal.loc = self.normal.loc + 1
-            return y * self.normal.loc.item()
-
-    model = Model(linear=nn.Linear(4, 4), normal=torch.distributions.Normal(0.0, 1.0))
-    region, found = wrap(model), []
-    for _ in range(3):
-        x = leaf(3, 4)
-        backward(region(x))
-        found += [x.grad, model.normal.loc]
-    return found
-
-
-# -- hooks on all modules ---------------------------------------------------------------------------------------------------
-
-
-@right
-def hooks_on_all_modules_are_removed(wrap: Wrap) -> Any:
-    model, steps = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), [1.0]
-    backward(wrap(model)(leaf(6, 4)))  # the model is remembered without them
-    found = []
-    for _ in range(3):
-        handles = [
-            register_module_forward_hook(lambda module, args, out: curve(out, steps[0])),
-            register_module_forward_pre_hook(lambda module, args: (args[0] + 1,)),
-        ]
-        try:
-            x = leaf(6, 4)
-            out = wrap(model)(x)
-            steps[0] += 1
-        finally:
-            for handle in handles:
-                handle.remove()
-        backward(out)
-        found += [x.grad, list(steps), hooks_on_all()]
-    return [found, state_of(model)]
-
-
-@right
-def hooks_on_all_modules_are_added(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    handles: list[Any] = []
-
-    def change(step: int) -> None:
-        handles.append(register_module_forward_hook(lambda module, args, out: out * 3))
-        handles.append(register_module_forward_pre_hook(lambda module, args: (args[0] + 1,)))
-
-    try:
-        return [changed_between(wrap, model, change, hooks_on_all), state_of(model)]
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def hooks_on_all() -> Any:
-    registries = nn.modules.module
-    return len(registries._global_forward_hooks), len(registries._global_forward_pre_hooks)
-
-
-# -- classes ----------------------------------------------------------------------------------------------------------------
-
-
-class Root:
-    scale = 2.0
-
-
-class Base(Root, nn.Module):
-    power = 1.0
-    table: dict[str, Any] = {"scale": 2.0, "inner": [1.0]}
-    config = SimpleNamespace(scale=1.0)
-
-
-class Mixin:
-    shift = 1.0
-
-    @property
-    def shifted(self) -> float:
-        return self.shift + shift
-
-
-class Derived(Base, Mixin):
-    def forward(self, x: Tensor) -> Tensor:
-        x = curve(curve(curve(x, self.scale), self.power), self.shifted)
-        return curve(curve(curve(x, self.table["scale"]), self.table["inner"][0]), self.config.scale)
-
-
-def change_classes(step: int) -> None:
-    Root.scale += step + 1
-    Base.power += 1
-    Mixin.shift += 1
-    Base.table["scale"] += 1
-    Base.table["inner"][0] += 1
-    Base.config.scale += 1
-
-
-def read_classes() -> Any:
-    return Root.scale, Base.power, Mixin.shift, dict(Base.table), list(Base.table["inner"]), Base.config.scale
-
-
-@contextmanager
-def classes_restored() -> Iterator[None]:
-    with restored(Root, Base, Mixin):
-        yield
-    Base.table["scale"], Base.table["inner"][0], Base.config.scale = 2.0, 1.0, 1.0
-
-
-@right
-def bases_of_a_modules_class_are_changed(wrap: Wrap) -> Any:
-    with classes_restored():
-        return changed_between(wrap, Derived(), change_classes, read_classes)
-
-
-@right
-def code_of_a_large_tree_is_changed(wrap: Wrap) -> Any:
-    """Each module is noted when the forward reaches it."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(70)), Derived(), Slotted(), Own())
-
-    def fn(x: Tensor) -> Tensor:
-        return model[72](model[71](model[70](model[0](x))))
-
-    def change(step: int) -> None:
-        global in_a_property
-        change_classes(step)
-        in_a_property += 1
-        model[71].scale += 1
-
-    backward(wrap(fn)(leaf(6, 4)))  # now it is known to be large
-    try:
-        with classes_restored():
-            return [changed_between(wrap, fn, change, lambda: (read_classes(), in_a_property)), state_of(model)]
-    finally:
-        change_back()
-
-
-class Config(Root):
-    table = {"scale": 1.0}
-
-
-def while_config_changes(wrap: Wrap, fn: Callable[[Tensor], Tensor]) -> Any:
-    def change(step: int) -> None:
-        Root.scale += 1
-        Config.table["scale"] += 1
-
-    with restored(Root):
-        try:
-            return changed_between(wrap, fn, change, lambda: (Root.scale, dict(Config.table)))
-        finally:
-            Config.table["scale"] = 1.0
-
-
-@right
-def base_of_an_objects_class_is_changed(wrap: Wrap) -> Any:
-    config = Config()
-    return while_config_changes(wrap, lambda x: curve(curve(x, config.scale), config.table["scale"]))
-
-
-@right_by(while_config_changes)
-def class_is_changed_that_code_names(x: Tensor) -> Tensor:
-    return curve(curve(x, Config.scale), Config.table["scale"])
-
-
 # -- functions --------------------------------------------------------------------------------------------------------------
 
+
 shift = 1.0
+
+
 sizes = {"a": 1.0}
 
 
@@ -708,7 +200,7 @@ def plain_function(x: Tensor) -> Tensor:
 def test_functions_change_that_code_names(change: Callable[[int], None], make: Callable[[], Any]) -> None:
     def program(wrap: Wrap) -> Any:
         with functions_restored():
-            return changed_between(wrap, make(), change, state_of_functions)
+            return with_changes(wrap, make(), change, state_of_functions)
 
     check_program(Program(program))
 
@@ -774,7 +266,11 @@ def test_helpers_are_followed_into_one_more_python_module() -> None:
     check_program(Program(changed(defaults)))
 
 
-# -- properties and decorators ----------------------------------------------------------------------------------------------
+# -- memory -----------------------------------------------------------------------------------------------------------------
+
+
+class Side(Flag):
+    LEFT = auto()
 
 
 def scaled(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -783,128 +279,6 @@ def scaled(fn: Callable[..., Any]) -> Callable[..., Any]:
         return curve(fn(self, x), shift)
 
     return wrapper
-
-
-def scaled_by(steps: list[float]) -> Callable[[Any], Any]:
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fn)
-        def wrapper(self: Any, x: Tensor) -> Tensor:
-            return curve(fn(self, x), steps[0])
-
-        return wrapper
-
-    return decorate
-
-
-steps = [2.0]
-
-
-class Decorated(nn.Module):
-    @scaled
-    @scaled_by(steps)
-    def forward(self, x: Tensor, *, limits: list[float] = [1.0]) -> Tensor:  # noqa: B006
-        return curve(curve(x, sizes["a"]), self.size)
-
-    @property
-    def size(self) -> float:
-        return sizes["b"]
-
-
-@right
-def what_decorators_and_properties_name_is_changed(wrap: Wrap) -> Any:
-    global shift
-    sizes["b"] = 2.0
-
-    def change(step: int) -> None:
-        global shift
-        shift += step + 1
-        sizes["a"] += 1
-        sizes["b"] += 1
-        steps[0] += 1
-
-    try:
-        return changed_between(wrap, Decorated(), change, lambda: (shift, dict(sizes), list(steps)))
-    finally:
-        shift, sizes["a"], steps[0] = 1.0, 1.0, 2.0
-        del sizes["b"]
-
-
-class Own(nn.Module):
-    """One name for each way, so that nothing else reads it."""
-
-    @property
-    def read(self) -> float:
-        return in_a_property
-
-    @functools.cached_property
-    def kept(self) -> float:
-        return 1.0
-
-    @scaled
-    def forward(self, x: Tensor) -> Tensor:
-        return curve(x, self.read)
-
-
-in_a_property = 2.0
-
-
-@right
-def name_in_a_property_alone_is_changed(wrap: Wrap) -> Any:
-    def change(step: int) -> None:
-        global in_a_property
-        in_a_property += 1
-
-    try:
-        return changed_between(wrap, Own(), change, lambda: in_a_property)
-    finally:
-        change_back()
-
-
-def change_back() -> None:
-    global in_a_property, shift
-    in_a_property, shift = 2.0, 1.0
-
-
-class Wrapped(nn.Module):
-    @torch.autocast("cpu", enabled=False)
-    def forward(self, x: Tensor) -> Tensor:
-        return curve(x, shift)
-
-
-@right
-def name_inside_of_a_librarys_decorator_is_changed(wrap: Wrap) -> Any:
-    def change(step: int) -> None:
-        global shift
-        shift += 1
-
-    try:
-        return changed_between(wrap, Wrapped(), change, lambda: shift)
-    finally:
-        change_back()
-
-
-@right
-def method_closes_over_what_changes(wrap: Wrap) -> Any:
-    state, weight = {"scale": 2.0}, leaf(4)
-
-    class Closed(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return curve(x, state["scale"]) * weight
-
-    def change(step: int) -> None:
-        state["scale"] += 1
-
-    return [changed_between(wrap, Closed(), change, lambda: dict(state)), weight.grad]
-
-
-@right
-def hook_closes_over_a_tensor_with_a_gradient(wrap: Wrap) -> Any:
-    weight, model = leaf(4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    model[0].register_forward_hook(lambda module, args, out: out * weight)
-    return [changed_between(wrap, model, lambda _: None, lambda: None), weight.grad, state_of(model)]
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------------
 
 
 class Remembered(nn.Module):
@@ -987,6 +361,7 @@ def test_nothing_is_kept_alive_by_what_is_known_of_code() -> None:
 
 
 # -- code that is made by `exec`, as in notebooks and templates ---------------------------------------------------------
+
 
 TEMPLATE = compile(
     """

@@ -26,7 +26,8 @@ from reactivate import policies
 from reactivate._passes.observing import observed_by
 
 PROGRAMS = Programs()
-right, right_with = PROGRAMS.right, PROGRAMS.right_with
+right_with = PROGRAMS.right_with
+right_with = PROGRAMS.right_with
 collector: ContextVar[Any] = ContextVar("collector")
 growing: ContextVar[list[int]] = ContextVar("growing", default=[])  # noqa: B039
 

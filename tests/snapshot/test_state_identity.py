@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import functools
 import weakref
+from array import array
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf, train, vectors
+from state_programs import (
+    Holding,
+    Program,
+    Programs,
+    Wrap,
+    backward,
+    check_program,
+    curve,
+    gradients,
+    leaf,
+    train,
+    vectors,
+    with_changes,
+)
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 PROGRAMS = Programs()
-right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
+right = PROGRAMS.right
 
 
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
@@ -343,3 +358,90 @@ def argument_attribute_is_set_by_the_function(wrap: Wrap) -> Any:
 
     leaves = vectors()
     return [train(wrap(fn), leaves), [x.calls for x in leaves]]
+
+
+# -- arrays -----------------------------------------------------------------------------------------------------------------
+
+
+@right
+def arrays_are_changed(wrap: Wrap) -> Any:
+    closed_over, attribute = array("d", [2.0, 1.0]), SimpleNamespace(numbers=array("f", [1.0]))
+
+    def fn(x: Tensor, given: Any) -> Tensor:
+        return curve(curve(curve(x, closed_over[0]), attribute.numbers[0]), given[-1])
+
+    checkpointed, found = wrap(fn), []
+    for _ in range(3):
+        x, given = leaf(6, 4), array("i", [1, 2])
+        out = checkpointed(x, given)
+        closed_over[0] += 1
+        attribute.numbers[0] = 5.0
+        given.append(7)
+        backward(out)
+        found += [x.grad, list(closed_over), list(attribute.numbers), list(given)]
+    return found
+
+
+@right
+def array_of_a_module_counts_in_the_forward(wrap: Wrap) -> Any:
+    class Counts(Holding):
+        def forward(self, x: Tensor) -> Tensor:
+            self.counts[0] += 1
+            self.counts.append(1)
+            return curve(x, self.counts[0])
+
+    module = Counts(counts=array("q", [0]))
+    return with_changes(wrap, module, lambda _: None, lambda: list(module.counts))
+
+
+# -- attributes of tensors --------------------------------------------------------------------------------------------------
+
+
+class Tagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("buf", torch.ones(4))
+        self.plain = torch.ones(4)
+        self.buf.tag, self.plain.tag = 2.0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return curve(curve(x * self.buf, self.buf.tag), self.plain.tag)
+
+
+@right
+def attributes_of_buffers_are_changed(wrap: Wrap) -> Any:
+    module = Tagged()
+
+    def change(step: int) -> None:
+        module.buf.tag += step + 1.0
+        module.plain.tag += 1.0
+        module.buf.more = step
+
+    return with_changes(wrap, module, change, lambda: (module.buf.tag, module.plain.tag, dict(vars(module.buf))))
+
+
+@right
+def attributes_of_buffers_are_changed_that_had_none(wrap: Wrap) -> Any:
+    module = Tagged()
+    del module.buf.tag, module.plain.tag
+    fn = lambda x: curve(x * module.buf, getattr(module.buf, "tag", 2.0))  # noqa: E731
+
+    def change(step: int) -> None:
+        module.buf.tag = step + 3.0
+
+    return with_changes(wrap, fn, change, lambda: module.buf.tag)
+
+
+@right
+def attributes_of_closed_over_tensors_are_changed(wrap: Wrap) -> Any:
+    table, weight = torch.ones(4), leaf(4)
+    table.tag, weight.tag = 2.0, 1.0  # type: ignore[attr-defined]
+
+    def fn(x: Tensor) -> Tensor:
+        return curve(curve(x * table, table.tag), weight.tag) * weight  # type: ignore[attr-defined]
+
+    def change(step: int) -> None:
+        table.tag += step + 1  # type: ignore[attr-defined]
+        weight.tag += 1  # type: ignore[attr-defined]
+
+    return [with_changes(wrap, fn, change, lambda: (table.tag, weight.tag)), weight.grad]  # type: ignore[attr-defined]

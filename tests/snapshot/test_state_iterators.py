@@ -35,7 +35,7 @@ import reactivate
 from reactivate._snapshot.iterators import copied, position_of
 
 PROGRAMS = Programs()
-right, right_by, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.loud
+right, loud = PROGRAMS.right, PROGRAMS.loud
 
 
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,9 +12,22 @@ import numpy
 import pytest
 import torch
 from oracle import compare
+from state_programs import Program, Programs, Wrap, backward, check_program, curve, gradients, leaf
 from torch import Tensor, nn
 
 import reactivate
+
+PROGRAMS = Programs()
+right = PROGRAMS.right
+
+
+STEPS = 7  # the first, second and fourth call are compared; what begins later is not
+
+
+@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
+def test_program(program: Program) -> None:
+    check_program(program)
+
 
 Op = Callable[[Tensor, Tensor], Tensor]
 
@@ -138,3 +152,83 @@ def test_parameters_can_be_swapped_afterwards() -> None:
     module.zero_grad()
     torch.utils.swap_tensors(module[0].weight, nn.Parameter(torch.ones(8, 8)))
     assert torch.equal(module[0].weight, torch.ones(8, 8))
+
+
+# -- data that other code writes to -----------------------------------------------------------------------------------
+
+
+@right
+def rows_of_a_bank_that_a_region_leaves_out(wrap: Wrap) -> Any:
+    """They are written between forward and backward: in the first call, a comparison shows that this does not matter."""
+    layer, bank, found = nn.Linear(80, 80), torch.randn(300, 80), []
+    checkpointed = wrap(lambda x, length: (layer(x) @ torch.cat([bank[:length], x]).t()).softmax(-1).sin())
+    for step in range(STEPS):
+        x, length = leaf(3, 80), 10 + 3 * step
+        out = checkpointed(x, length)
+        with torch.no_grad():
+            bank[length : length + 3] = x
+        backward(out)
+        found.append(x.grad)
+    return found, gradients(layer), bank
+
+
+@pytest.mark.parametrize("kind", ["saved", "computed, without a graph", "a number"])
+def test_rows_of_a_bank_that_a_region_reads(kind: str) -> None:
+    """In the first call there is no copy: an error. From the next one on there is, and the gradients are right."""
+    bank = torch.randn(300, 80)
+
+    def forward(x: Tensor) -> Tensor:
+        if kind == "saved":
+            return (x * bank[0]).sin()
+        return x * (bank[0] * 2) if kind.startswith("computed") else (x * float(bank[0, 0])).sin()
+
+    checkpointed, x = reactivate.checkpoint(forward), leaf(3, 80)
+    out = checkpointed(x)
+    bank[0] += 1
+    with pytest.raises(reactivate.errors.MutationError):
+        backward(out)
+    for _ in range(3):
+        x = leaf(3, 80)
+        plain = x.detach().requires_grad_()
+        backward(forward(plain))
+        out = checkpointed(x)
+        bank[0] += 1
+        backward(out)
+        assert torch.equal(x.grad, plain.grad)  # type: ignore[arg-type]
+
+
+# -- memory without contents ------------------------------------------------------------------------------------------
+
+
+@right
+def buffer_that_is_filled_in_part(wrap: Wrap) -> Any:
+    """As of the tokens of an expert: the rows that hold anything are computed with, and count for nothing."""
+    layer, found = nn.Linear(4, 4), []
+
+    def forward(x: Tensor) -> Tensor:
+        rows = x.new_empty(64, 4)
+        rows[:3] = layer(x)
+        return rows.sin()[:3]
+
+    checkpointed = wrap(forward)
+    for _ in range(STEPS):
+        junk = [torch.rand(64, 4) for _ in range(9)]
+        del junk
+        x = leaf(3, 4)
+        backward(checkpointed(x))
+        found.append(x.grad)
+    return found, gradients(layer)
+
+
+def test_a_difference_beside_memory_without_contents_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that do not depend on such memory are compared as always."""
+    monkeypatch.setenv("CALLS", "1")
+
+    def forward(x: Tensor) -> Tensor:
+        rows = torch.empty(64, 4)
+        rows[:3] = x
+        os.environ["CALLS"] += "1"  # which no walk sees
+        return rows.sin()[:3] + curve(x, int(os.environ["CALLS"]))
+
+    with pytest.raises(reactivate.errors.RecomputeMismatchError):
+        backward(reactivate.checkpoint(forward)(leaf(3, 4)))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from reactivate._snapshot.generators import numpy_stream
 
 PROGRAMS = Programs()
-right, right_by, right_with, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.right_with, PROGRAMS.loud
+right, right_by, right_with = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.right_with
 
 
 @pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from state_programs import (
     check_program,
     curve,
     gradients,
+    inputs,
     leaf,
     state_of,
     train,
@@ -371,3 +373,75 @@ def test_regions_are_counted_once_a_call() -> None:
         backward(h * 1e-3)
     assert (watched.regions, watched.recomputations) == (200, 200)
     assert all(gradient is not None for gradient in gradients(model).values())
+
+
+# -- hooks on unusual inputs, deep nesting ------------------------------------------------------------------------------
+
+
+@right_with(recomputations=20)
+def twenty_nested_regions(wrap: Wrap) -> Any:
+    return nested_to_the_depth(wrap, 20)
+
+
+@right_with(recomputations=100)
+def a_hundred_nested_regions(wrap: Wrap) -> Any:
+    """At Python's own recursion limit."""
+    return nested_to_the_depth(wrap, 100)
+
+
+@right_with(recomputations=200)
+def two_hundred_nested_regions(wrap: Wrap) -> Any:
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        return recursive_to_the_depth(wrap, 200)
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def recursive_to_the_depth(wrap: Wrap, depth: int) -> Any:
+    weight = leaf(4)
+
+    def fn(x: Tensor, depth: int) -> Tensor:
+        return wrap(fn)(x, depth - 1) * weight.sin() if depth > 1 else curve(x, 0.1)
+
+    (x,) = inputs(1)
+    backward(wrap(fn)(x, depth))
+    return [x.grad, weight.grad]
+
+
+def nested_to_the_depth(wrap: Wrap, depth: int) -> Any:
+    weight = leaf(4)
+    fn: Callable[[Tensor], Tensor] = wrap(lambda x: curve(x, 0.1))
+    for _ in range(depth - 1):
+
+        def outer(x: Tensor, fn: Callable[[Tensor], Tensor] = fn) -> Tensor:
+            return fn(x) * weight.sin()
+
+        fn = wrap(outer)
+    (x,) = inputs(1)
+    backward(fn(x))
+    return [x.grad, weight.grad]
+
+
+@right_with(recomputations=20)
+def regions_of_twenty_blocks_over_one_model(wrap: Wrap) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(20)])
+            self.register_buffer("steps", torch.zeros(1, 1))
+
+        def step(self, index: int, x: Tensor) -> Tensor:
+            self.steps.add_(1)
+            return curve(self.blocks[index](x), 1 + self.steps.clone())
+
+    model = Model()
+    step = wrap(model.step)
+
+    def forward(x: Tensor) -> Tensor:
+        for index in range(len(model.blocks)):
+            x = step(index, x)
+        return x * 0.1
+
+    return [train(forward, inputs(2)), state_of(model)]
