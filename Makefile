@@ -41,9 +41,9 @@ test-all: $(VENV)/.test $(VENV)/.models  ## the second tier: all else that a CPU
 	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --all -m second
 
 ENGINE := $(addprefix tests/region/test_,$(addsuffix .py,exact autograd exceptions memory visibility)) \
-	$(addprefix tests/snapshot/test_,$(addsuffix .py,modules mutation)) \
+	$(addprefix tests/snapshot/test_,$(addsuffix .py,modules arguments mutation own_writes)) \
 	$(addprefix tests/guards/test_,$(addsuffix .py,rng ambient)) \
-	$(addprefix tests/saved_calls/test_,$(addsuffix .py,saved_sites saved_functions nested_sites)) \
+	$(addprefix tests/saved_calls/test_,$(addsuffix .py,saved_sites saved_sites_kept saved_functions nested_sites)) \
 	$(addprefix tests/dropin/test_,$(addsuffix .py,architectures dropin_torch)) \
 	$(addprefix tests/random_programs/test_,$(addsuffix .py,property))
 

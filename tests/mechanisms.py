@@ -34,7 +34,15 @@ from reactivate.guards.rng import RewoundRng
 HERE = Path(__file__).parent
 FILES = ("exact", "modules", "rng", "mutation", "own_writes", "arguments", "ambient", "autograd", "visibility")
 FILES += ("state_code", "state_classes", "state_containers", "state_objects", "state_iterators", "state_modules")
-FILES += ("state_results", "state_hooks", "state_between", "state_buffers", "state_writes", "state_views", "state_kinds")
+FILES += (
+    "state_results",
+    "state_hooks",
+    "state_between",
+    "state_buffers",
+    "state_writes",
+    "state_views",
+    "state_kinds",
+)
 FILES += ("state_identity", "state_random", "state_memory", "state_tensors")
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from journal import Journal
-from oracle import Case, assert_same, check, compare, cotangents, leaf, plainly, run
+from oracle import Case, assert_same, check, compare, cotangents, leaf, run
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import reactivate
 from reactivate._passes.observing import without_regions
@@ -307,107 +306,6 @@ def test_same_module_several_times_and_microbatches_in_any_order(order: tuple[in
         return [x.grad for x in inputs] + [p.grad for p in block.parameters()] + list(block.buffers())
 
     compare(once)
-
-
-# -- hooks around, hooks inside ---------------------------------------------------------------------------------------
-
-
-def test_outer_hooks_see_what_the_region_keeps() -> None:
-    x, w = leaf(8, 16), leaf(16, 16)
-    packed: list[tuple[int, ...]] = []
-    with saved_tensors_hooks(lambda t: (packed.append(tuple(t.shape)), t)[1], lambda t: t):
-        out = reactivate.checkpoint(lambda x, w: (x @ w).tanh().exp())(x, w)
-    assert packed == [(8, 16), (16, 16)], "the two inputs and nothing else"
-    out.sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad((x @ w).tanh().exp().sum(), x)[0])
-
-
-def test_an_offloader_around_a_region_and_inside_of_it() -> None:
-    def once(wrap: Any, outer: bool, inner: bool) -> list[Any]:
-        x, w = leaf(8, 16), leaf(16, 16)
-
-        def fn(x: Tensor, w: Tensor) -> Tensor:
-            h = (x @ w).tanh()
-            if inner:
-                with save_on_cpu():
-                    h = h.exp().sin()
-            return h.cos() * x
-
-        with save_on_cpu() if outer else torch.enable_grad():
-            out = wrap(fn)(x.sin(), w)
-        out.sum().backward()
-        return [x.grad, w.grad]
-
-    for inner in (True, False):
-        for outer in (True, False):
-            compare(lambda wrap: once(wrap, outer and wrap is not plainly, inner))
-
-
-def test_mutated_input_is_right_if_an_offloader_has_a_copy() -> None:
-    x = leaf(8)
-    h = x * 1
-    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        out = reactivate.checkpoint(lambda h: h.sin().exp())(h)
-    h.add_(1)
-    (grad,) = torch.autograd.grad(out.sum(), x)
-    assert torch.equal(grad, torch.autograd.grad((x * 1).sin().exp().sum(), x)[0])
-
-
-def test_hooks_on_tensors_fire_once() -> None:
-    calls = {"input": 0, "inside": 0, "before": 0, "leaf": 0}
-
-    def count(name: str) -> Callable[[Tensor], None]:
-        def hook(grad: Tensor) -> None:
-            calls[name] += 1
-
-        return hook
-
-    x, w = leaf(8, 16), leaf(16, 16)
-    w.register_hook(count("before"))
-
-    def fn(h: Tensor, w: Tensor) -> Tensor:
-        h.register_hook(count("input"))
-        w.register_hook(count("leaf"))
-        y = (h @ w).tanh()
-        y.register_hook(count("inside"))
-        return y.exp()
-
-    reactivate.checkpoint(fn)(x.sin(), w).sum().backward()
-    assert calls == {"input": 1, "inside": 1, "before": 1, "leaf": 1}
-
-
-def test_hooks_of_the_module_that_is_the_region_fire_once_and_those_inside_again() -> None:
-    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    fired = Journal()
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda *_: fired.append((name, reactivate.is_recomputing()))
-
-    block.register_forward_pre_hook(note("pre"))
-    block.register_forward_hook(note("post"))
-    block.register_full_backward_hook(note("backward"))
-    block[0].register_forward_hook(note("inner"))
-    x = leaf(4, 8)
-    for fn in (block, block.__call__):
-        fired.clear()
-        reactivate.checkpoint(fn)(x).sum().backward()
-        assert [item for item in fired if item[0] in ("pre", "post", "backward")] == [
-            ("pre", False),
-            ("post", False),
-            ("backward", False),
-        ]
-        assert [item for item in fired if item[0] == "inner"] == [("inner", False), ("inner", True)]
-    assert "forward" not in vars(block)
-
-
-def test_hook_that_changes_arguments_and_result() -> None:
-    def make() -> Case:
-        block = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Tanh())
-        block.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
-        block.register_forward_hook(lambda module, args, out: out.exp())
-        return Case(block, (leaf(4, 8),))
-
-    check(make)
 
 
 # -- where there is nothing to do, and what is refused ------------------------------------------------------------------
