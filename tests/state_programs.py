@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from oracle import Watched, assert_bitwise, leaf, plainly, random_states, seed_everything
 from torch import Tensor, nn
@@ -44,6 +45,15 @@ class Programs:
     """The programs of one test file, in the order in which they are written."""
 
     listed: list[Program] = field(default_factory=list)
+
+    def test(self) -> Callable[[Program], None]:
+        """Make the test of these programs, one case for each."""
+
+        @pytest.mark.parametrize("program", self.listed, ids=str)
+        def test_program(program: Program) -> None:
+            check_program(program)
+
+        return test_program
 
     def right(self, run: Callable[[Wrap], Any]) -> Callable[[Wrap], Any]:
         """Add a program that must be bitwise right."""

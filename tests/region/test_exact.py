@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,14 +39,6 @@ class Holder:
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
-
-
-def function() -> Case:
-    return Case(lambda x: (x.sin() * x.exp()).tanh(), (leaf(8, 16),))
-
-
-def two_inputs() -> Case:
-    return Case(lambda x, w: F.gelu(x @ w).softmax(-1), (leaf(8, 16), leaf(16, 32)))
 
 
 def keyword_and_nested() -> Case:
@@ -84,10 +77,6 @@ def mixed_outputs() -> Case:
         return {"h": h, "view": h[1:], "input": y, "none": None, "text": "a", "detached": h.detach() * 2, "n": 3}
 
     return Case(fn, (leaf(6, 8), leaf(6, 8)))
-
-
-def view_of_input() -> Case:
-    return Case(lambda x: (x.t(), x[1:].sin().exp()), (leaf(6, 8),))
 
 
 def closure() -> Case:
@@ -139,10 +128,6 @@ def method_of_an_object() -> Case:
     return Case(layer.forward, (leaf(8, 16),), leaves={"weight": layer.weight})
 
 
-def module() -> Case:
-    return Case(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Tanh()), (leaf(8, 16),))
-
-
 def module_method() -> Case:
     block = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
     return Case(block.forward, (leaf(8, 16),), modules=[block])
@@ -168,14 +153,6 @@ def attention() -> Case:
     block = nn.MultiheadAttention(16, 4, dropout=0.1, batch_first=True)
     x = leaf(2, 8, 16)
     return Case(block, (x, x, x), {"need_weights": False})  # the same tensor thrice: it takes another path then
-
-
-def transformer_layer() -> Case:
-    return Case(nn.TransformerEncoderLayer(16, 4, 64, dropout=0.1, batch_first=True), (leaf(2, 8, 16),))
-
-
-def recurrent() -> Case:
-    return Case(nn.LSTM(16, 16, num_layers=2, dropout=0.2), (leaf(5, 2, 16),))
 
 
 def convolution() -> Case:
@@ -217,26 +194,49 @@ def complex_numbers() -> Case:
     return Case(fn, (leaf(8, 16),))
 
 
-PROBLEMS = [
-    *(function, two_inputs, keyword_and_nested, dataclasses_and_objects, ordered_dict, mixed_outputs, view_of_input),
-    *(closure, closure_in_closure, partial_with_tensors, defaults_with_tensors, method_of_a_tensor),
-    *(method_of_an_object, module, module_method, module_in_closure, parameters_only, frozen_first_layer, attention),
-    *(transformer_layer, recurrent, convolution, in_place_inside, in_place_relu, double_precision_and_integers),
-    complex_numbers,
-]
+PROBLEMS: dict[str, Callable[[], Case]] = {
+    "function": lambda: Case(lambda x: (x.sin() * x.exp()).tanh(), (leaf(8, 16),)),
+    "two_inputs": lambda: Case(lambda x, w: F.gelu(x @ w).softmax(-1), (leaf(8, 16), leaf(16, 32))),
+    "keyword_and_nested": keyword_and_nested,
+    "dataclasses_and_objects": dataclasses_and_objects,
+    "ordered_dict": ordered_dict,
+    "mixed_outputs": mixed_outputs,
+    "view_of_input": lambda: Case(lambda x: (x.t(), x[1:].sin().exp()), (leaf(6, 8),)),
+    "closure": closure,
+    "closure_in_closure": closure_in_closure,
+    "partial_with_tensors": partial_with_tensors,
+    "defaults_with_tensors": defaults_with_tensors,
+    "method_of_a_tensor": method_of_a_tensor,
+    "method_of_an_object": method_of_an_object,
+    "module": lambda: Case(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Tanh()), (leaf(8, 16),)),
+    "module_method": module_method,
+    "module_in_closure": module_in_closure,
+    "parameters_only": parameters_only,
+    "frozen_first_layer": frozen_first_layer,
+    "attention": attention,
+    "transformer_layer": lambda: Case(
+        nn.TransformerEncoderLayer(16, 4, 64, dropout=0.1, batch_first=True), (leaf(2, 8, 16),)
+    ),
+    "recurrent": lambda: Case(nn.LSTM(16, 16, num_layers=2, dropout=0.2), (leaf(5, 2, 16),)),
+    "convolution": convolution,
+    "in_place_inside": in_place_inside,
+    "in_place_relu": in_place_relu,
+    "double_precision_and_integers": double_precision_and_integers,
+    "complex_numbers": complex_numbers,
+}
 
 
 @pytest.mark.parametrize("determinism", ["metadata", "every", "none"])
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early_stop", "whole"])
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__)
-def test_bitwise(problem: Any, early_stop: bool, determinism: Any) -> None:
-    saves_memory = problem is not method_of_a_tensor  # autograd keeps its one result, the region its one input
-    check(problem, early_stop=early_stop, check=determinism, saves_memory=saves_memory)
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_bitwise(problem: str, early_stop: bool, determinism: Any) -> None:
+    saves_memory = problem != "method_of_a_tensor"  # autograd keeps its one result, the region its one input
+    check(PROBLEMS[problem], early_stop=early_stop, check=determinism, saves_memory=saves_memory)
 
 
-@each("problem", PROBLEMS, ids=lambda problem: problem.__name__)
-def test_verify_agrees(problem: Any) -> None:
-    case = problem()
+@each("problem", PROBLEMS)
+def test_verify_agrees(problem: str) -> None:
+    case = PROBLEMS[problem]()
     verdict = reactivate.verify(case.fn, case.args, case.kwargs)
     assert verdict, verdict
     assert verdict.regions == verdict.recomputations == 1

@@ -10,15 +10,7 @@ import pytest
 import torch
 from journal import Journal
 from oracle import Ran, assert_bitwise, random_states
-from surroundings import (
-    Failure,
-    Trap,
-    assert_same_gradients,
-    assert_unchanged,
-    gradients,
-    prepared,
-    surroundings,
-)
+from surroundings import Failure, Trap, assert_same_gradients, assert_unchanged, gradients, prepared, surroundings
 from torch import Tensor, nn
 
 import reactivate

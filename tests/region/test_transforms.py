@@ -12,9 +12,7 @@ from oracle import leaf
 from torch import Tensor, nn
 
 import reactivate
-from reactivate.errors import (
-    UnsupportedError,
-)
+from reactivate.errors import UnsupportedError
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,7 @@ import torch
 import torch.nn.functional as F
 from journal import Journal
 from memory import without_collector
-from oracle import (
-    Case,
-    assert_bitwise,
-    assert_same,
-    check,
-    double_backward,
-    leaf,
-    run,
-)
+from oracle import Case, assert_bitwise, assert_same, check, double_backward, leaf, run
 from torch import Tensor, nn
 
 import reactivate

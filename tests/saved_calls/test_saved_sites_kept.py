@@ -11,16 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from journal import Journal
-from oracle import (
-    Case,
-    assert_alike,
-    assert_bitwise,
-    assert_same,
-    check,
-    compare,
-    leaf,
-    run,
-)
+from oracle import Case, assert_alike, assert_bitwise, assert_same, check, compare, leaf, run
 from surroundings import Kept
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks

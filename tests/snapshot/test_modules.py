@@ -127,22 +127,6 @@ def batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2))
 
 
-def batch_norm_with_cumulative_average() -> nn.Module:
-    return nn.Sequential(nn.BatchNorm1d(16, momentum=None), nn.Tanh())
-
-
-def spectral_norm_parametrization() -> nn.Module:
-    return nn.Sequential(parametrizations.spectral_norm(nn.Linear(16, 16)), nn.Tanh())
-
-
-def spectral_norm_hook() -> nn.Module:
-    return nn.Sequential(spectral_norm(nn.Linear(16, 16)), nn.Tanh())
-
-
-def weight_norm() -> nn.Module:
-    return nn.Sequential(parametrizations.weight_norm(nn.Linear(16, 16)), nn.Tanh())
-
-
 class Fp8Linear(nn.Module):
     """Delayed scaling: this step's scale comes from the history of earlier steps' largest values."""
 
@@ -270,31 +254,38 @@ class SharedStorage(nn.Module):
         return (y * self.first.clone()).exp()
 
 
-MODULES = [
-    *(batch_norm, batch_norm_with_cumulative_average, spectral_norm_parametrization, spectral_norm_hook, weight_norm),
-    *(Fp8Linear, Fp8LinearThatRebinds, Codebook, Counter, Stateful, FunctionalBatchNorm, SharedStorage),
-]
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "batch_norm": batch_norm,
+    "batch_norm_with_cumulative_average": lambda: nn.Sequential(nn.BatchNorm1d(16, momentum=None), nn.Tanh()),
+    "spectral_norm_parametrization": lambda: nn.Sequential(
+        parametrizations.spectral_norm(nn.Linear(16, 16)), nn.Tanh()
+    ),
+    "spectral_norm_hook": lambda: nn.Sequential(spectral_norm(nn.Linear(16, 16)), nn.Tanh()),
+    "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(16, 16)), nn.Tanh()),
+    **{
+        kind.__name__: kind
+        for kind in (Fp8Linear, Fp8LinearThatRebinds, Codebook, Counter, Stateful, FunctionalBatchNorm, SharedStorage)
+    },
+}
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-@pytest.mark.parametrize("make", MODULES, ids=lambda make: make.__name__)
-def test_state(make: Callable[[], nn.Module], scenario: Callable[[nn.Module, Any], Any]) -> None:
-    in_training(make, scenario)
+@pytest.mark.parametrize("name", MODULES)
+def test_state(name: str, scenario: Callable[[nn.Module, Any], Any]) -> None:
+    in_training(MODULES[name], scenario)
 
 
 @pytest.mark.unfenced(reason="aliases are written to, and then it is right")
 @pytest.mark.parametrize(
-    "make",
-    [batch_norm, spectral_norm_parametrization, Fp8Linear, Codebook, Counter, Stateful],
-    ids=lambda make: make.__name__,
+    "name", ["batch_norm", "spectral_norm_parametrization", "Fp8Linear", "Codebook", "Counter", "Stateful"]
 )
-def test_without_the_guard_it_is_wrong(make: Callable[[], nn.Module]) -> None:
+def test_without_the_guard_it_is_wrong(name: str) -> None:
     """The tests above can fail: they do without the guard."""
     guards = DEFAULT.without("modules")
     results = []
     for wrap in (lambda fn: fn, lambda fn: reactivate.checkpoint(fn, guards=guards)):
         torch.manual_seed(0)
-        module = make()
+        module = MODULES[name]()
         try:
             found = two_microbatches_interleaved(module, wrap(module))
         except reactivate.errors.ReactivateError:
@@ -304,10 +295,6 @@ def test_without_the_guard_it_is_wrong(make: Callable[[], nn.Module]) -> None:
 
 
 # -- how the module is reached ------------------------------------------------------------------------------------------
-
-
-def in_a_closure(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x: module(x).sin()
 
 
 def in_a_closure_of_a_closure(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -322,13 +309,6 @@ def in_a_list_in_a_closure(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: modules[0](x).sin()
 
 
-def in_a_default(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    def fn(x: Tensor, module: nn.Module = module) -> Tensor:
-        return module(x).sin()
-
-    return fn
-
-
 def as_an_attribute_of_self(module: nn.Module) -> Callable[[Tensor], Tensor]:
     class Trainer:
         def __init__(self) -> None:
@@ -339,14 +319,6 @@ def as_an_attribute_of_self(module: nn.Module) -> Callable[[Tensor], Tensor]:
             return self.module(x).sin()
 
     return Trainer().step
-
-
-def in_a_partial(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    return functools.partial(lambda module, x: module(x).sin(), module)
-
-
-def as_an_argument(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x, module=module: module(x).sin()
 
 
 at_module_level: nn.Module
@@ -366,17 +338,22 @@ def _helper(x: Tensor) -> Tensor:
     return at_module_level(x)
 
 
-REACHES = [
-    *(in_a_closure, in_a_closure_of_a_closure, in_a_list_in_a_closure, in_a_default, as_an_attribute_of_self),
-    *(in_a_partial, as_an_argument, by_a_module_level_name),
-]
+REACHES: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
+    "in_a_closure": lambda module: lambda x: module(x).sin(),
+    "in_a_closure_of_a_closure": in_a_closure_of_a_closure,
+    "in_a_list_in_a_closure": in_a_list_in_a_closure,
+    "in_a_default": lambda module: lambda x, module=module: module(x).sin(),
+    "as_an_attribute_of_self": as_an_attribute_of_self,
+    "in_a_partial": lambda module: functools.partial(lambda module, x: module(x).sin(), module),
+    "by_a_module_level_name": by_a_module_level_name,
+}
 
 
-@pytest.mark.parametrize("reach", REACHES, ids=lambda reach: reach.__name__)
-def test_batch_norm_is_found(reach: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> None:
+@pytest.mark.parametrize("name", REACHES)
+def test_batch_norm_is_found(name: str) -> None:
     def once(wrap: Any) -> list[Any]:
         module = batch_norm()
-        found = two_microbatches_interleaved(module, wrap(reach(module)))
+        found = two_microbatches_interleaved(module, wrap(REACHES[name](module)))
         assert module[1].num_batches_tracked.item() == 2
         return [*found, *module.buffers()]
 

@@ -6,22 +6,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
-from state_programs import (
-    Holding,
-    Program,
-    Programs,
-    Wrap,
-    backward,
-    check_program,
-    curve,
-    gradients,
-    inputs,
-    leaf,
-    state_of,
-    train,
-)
+from state_programs import Holding, Programs, Wrap, backward, curve, gradients, inputs, leaf, state_of, train
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrize import remove_parametrizations
@@ -29,12 +15,8 @@ from torch.nn.utils.parametrize import remove_parametrizations
 import reactivate
 
 PROGRAMS = Programs()
+test_program = PROGRAMS.test()
 right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
-
-
-@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
-def test_program(program: Program) -> None:
-    check_program(program)
 
 
 def test_a_layer_frozen_before_backward_is_named_as_such() -> None:

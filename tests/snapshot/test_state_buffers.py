@@ -6,29 +6,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from state_programs import (
-    Program,
-    Programs,
-    Scale,
-    Wrap,
-    backward,
-    check_program,
-    curve,
-    inputs,
-    state_of,
-    train,
-)
+from state_programs import Programs, Scale, Wrap, backward, curve, inputs, state_of, train
 from torch import Tensor, nn
 
 PROGRAMS = Programs()
+test_program = PROGRAMS.test()
 right, right_by, right_with = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.right_with
-
-
-@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
-def test_program(program: Program) -> None:
-    check_program(program)
 
 
 # -- one memory under two names -----------------------------------------------------------------------------------------

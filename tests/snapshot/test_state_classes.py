@@ -10,30 +10,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import code_read_by_programs as programs
-import pytest
 import torch
-from state_programs import (
-    Holding,
-    Program,
-    Programs,
-    Wrap,
-    backward,
-    check_program,
-    curve,
-    leaf,
-    restored,
-    state_of,
-    with_changes,
-)
+from state_programs import Holding, Programs, Wrap, backward, curve, leaf, restored, state_of, with_changes
 from torch import Tensor, nn
 
 PROGRAMS = Programs()
+test_program = PROGRAMS.test()
 right, right_by = PROGRAMS.right, PROGRAMS.right_by
-
-
-@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
-def test_program(program: Program) -> None:
-    check_program(program)
 
 
 shift = 1.0

@@ -34,12 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import reactivate
 
 PROGRAMS = Programs()
+test_program = PROGRAMS.test()
 right, right_by, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.loud
-
-
-@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
-def test_program(program: Program) -> None:
-    check_program(program)
 
 
 # -- lists, dicts, sets ------------------------------------------------------------------------------------------------

@@ -73,10 +73,6 @@ def nothing(module: Holder) -> None:
     """Change nothing."""
 
 
-def transpose(module: Holder) -> None:
-    module.buffer.t_()
-
-
 def transpose_and_write(module: Holder) -> None:
     module.buffer.t_()
     module.buffer[0].mul_(0.9)
@@ -89,31 +85,20 @@ def write_through_view(module: Holder) -> None:
     module.view.mul_(1.5)
 
 
-def swap_axes(module: Holder) -> None:
-    module.buffer.unsqueeze_(0).transpose_(0, 1)
-    module.buffer.squeeze_(1).t_()
-
-
 def grow(module: Holder) -> None:
     module.buffer.resize_(module.buffer.numel() + 3, 2)
     module.buffer.fill_(module.buffer.numel() / 100)
 
 
-def shrink(module: Holder) -> None:
-    module.buffer.resize_(module.buffer.shape[0] - 1, 2).mul_(1.01)
-
-
-def move_on(module: Holder) -> None:
-    module.buffer.as_strided_((2, 2), (2, 1), module.buffer.storage_offset() + 1)
-
-
-def set_other(module: Holder) -> None:
-    module.buffer.set_(module.buffer * 1.5)
-
-
-FORWARDS = {
-    item.__name__: item
-    for item in (transpose, transpose_and_write, write_through_view, swap_axes, grow, shrink, move_on, set_other)
+FORWARDS: dict[str, Act] = {
+    "transpose": lambda module: module.buffer.t_(),
+    "transpose_and_write": transpose_and_write,
+    "write_through_view": write_through_view,
+    "swap_axes": lambda module: module.buffer.unsqueeze_(0).transpose_(0, 1).squeeze_(1).t_(),
+    "grow": grow,
+    "shrink": lambda module: module.buffer.resize_(module.buffer.shape[0] - 1, 2).mul_(1.01),
+    "move_on": lambda module: module.buffer.as_strided_((2, 2), (2, 1), module.buffer.storage_offset() + 1),
+    "set_other": lambda module: module.buffer.set_(module.buffer * 1.5),
 }
 
 

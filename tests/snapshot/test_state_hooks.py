@@ -6,15 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from state_programs import (
-    Program,
     Programs,
     Wrap,
     backward,
-    check_program,
     curve,
     gradients,
     inputs,
@@ -28,12 +25,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 PROGRAMS = Programs()
+test_program = PROGRAMS.test()
 right, right_by, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.loud
-
-
-@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
-def test_program(program: Program) -> None:
-    check_program(program)
 
 
 # -- what hooks hold --------------------------------------------------------------------------------------------------------

@@ -16,18 +16,7 @@ import numpy
 import pytest
 import torch
 from several import each
-from state_programs import (
-    Holding,
-    Program,
-    Programs,
-    Wrap,
-    backward,
-    check_program,
-    curve,
-    leaf,
-    train,
-    vectors,
-)
+from state_programs import Holding, Program, Programs, Wrap, backward, check_program, curve, leaf, train, vectors
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -35,12 +24,8 @@ import reactivate
 from reactivate._snapshot.iterators import copied, position_of
 
 PROGRAMS = Programs()
+test_program = PROGRAMS.test()
 right, loud = PROGRAMS.right, PROGRAMS.loud
-
-
-@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
-def test_program(program: Program) -> None:
-    check_program(program)
 
 
 def with_iterator(wrap: Wrap, make: Callable[[list[Any]], Any]) -> Any:

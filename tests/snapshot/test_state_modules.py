@@ -5,34 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
-from state_programs import (
-    Holding,
-    Program,
-    Programs,
-    Wrap,
-    backward,
-    check_program,
-    curve,
-    inputs,
-    leaf,
-    state_of,
-    train,
-    with_module,
-)
+from state_programs import Holding, Programs, Wrap, backward, curve, inputs, leaf, state_of, train, with_module
 from torch import Tensor, nn
 
 from reactivate import policies
 
 PROGRAMS = Programs()
+test_program = PROGRAMS.test()
 right, right_by, right_with, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.right_with, PROGRAMS.loud
-
-
-@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
-def test_program(program: Program) -> None:
-    check_program(program)
 
 
 # -- state made in the first forward ------------------------------------------------------------------------------------

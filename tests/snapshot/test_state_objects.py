@@ -35,12 +35,8 @@ import reactivate
 from reactivate.errors import RecomputeMismatchError
 
 PROGRAMS = Programs()
+test_program = PROGRAMS.test()
 right, right_by, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.loud
-
-
-@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
-def test_program(program: Program) -> None:
-    check_program(program)
 
 
 # -- attributes and slots ------------------------------------------------------------------------------------------------

@@ -11,18 +11,14 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from state_programs import Holding, Program, Programs, Wrap, backward, check_program, curve, inputs, leaf, train
+from state_programs import Holding, Programs, Wrap, backward, curve, inputs, leaf, train
 from torch import Tensor, nn
 
 from reactivate._snapshot.generators import numpy_stream
 
 PROGRAMS = Programs()
+test_program = PROGRAMS.test()
 right, right_by, right_with = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.right_with
-
-
-@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
-def test_program(program: Program) -> None:
-    check_program(program)
 
 
 def trained(wrap: Wrap, fn: Callable[[Tensor], Tensor], between: Callable[[], Any] = lambda: None) -> Any:

@@ -13,20 +13,7 @@ import pytest
 import torch
 from memory import alive, allocated_by, without_collector
 from oracle import Watched
-from state_programs import (
-    Holding,
-    Program,
-    Programs,
-    Wrap,
-    backward,
-    check_program,
-    curve,
-    gradients,
-    inputs,
-    leaf,
-    state_of,
-    train,
-)
+from state_programs import Holding, Programs, Wrap, backward, curve, gradients, inputs, leaf, state_of, train
 from torch import Tensor, nn
 
 import reactivate
@@ -34,12 +21,8 @@ from reactivate import policies
 from reactivate._passes.observing import observed_by
 
 PROGRAMS = Programs()
+test_program = PROGRAMS.test()
 right, right_with = PROGRAMS.right, PROGRAMS.right_with
-
-
-@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
-def test_program(program: Program) -> None:
-    check_program(program)
 
 
 # -- large containers ---------------------------------------------------------------------------------------------------

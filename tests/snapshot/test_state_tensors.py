@@ -7,17 +7,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from state_programs import (
     Holding,
-    Program,
     Programs,
     Scale,
     Wrap,
     backward,
-    check_program,
     curve,
     gradients,
     inputs,
@@ -31,12 +28,8 @@ from torch import Tensor, nn
 from reactivate import policies
 
 PROGRAMS = Programs()
+test_program = PROGRAMS.test()
 right, right_by, right_with = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.right_with
-
-
-@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
-def test_program(program: Program) -> None:
-    check_program(program)
 
 
 # -- tensors outside of modules -----------------------------------------------------------------------------------------

@@ -32,12 +32,8 @@ from reactivate import policies
 from reactivate.errors import MutationError
 
 PROGRAMS = Programs()
+test_program = PROGRAMS.test()
 right, right_by, right_with, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.right_with, PROGRAMS.loud
-
-
-@pytest.mark.parametrize("program", PROGRAMS.listed, ids=str)
-def test_program(program: Program) -> None:
-    check_program(program)
 
 
 # -- how it is written --------------------------------------------------------------------------------------------------
