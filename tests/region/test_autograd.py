@@ -100,34 +100,27 @@ def test_triple_backward(make: Callable[[], Case], early_stop: bool) -> None:
     check(make, backward=triple_backward, recomputations=3, early_stop=early_stop)
 
 
-def test_backward_inside_the_forward() -> None:
-    def make() -> Case:
-        def fn(x: Tensor) -> Tensor:
-            h = x.sin()
-            z = h.exp()
-            (inner,) = torch.autograd.grad(z.sum(), h, create_graph=False)
-            return (x.cos() * inner).exp()
-
-        return Case(fn, (leaf(8, 16),))
-
-    for early_stop in (True, False):
-        check(make, recomputations=2, early_stop=early_stop, saves_memory=False)
+def differentiates_itself(x: Tensor) -> Tensor:
+    h = x.sin()
+    z = h.exp()
+    (inner,) = torch.autograd.grad(z.sum(), h, create_graph=False)
+    return (x.cos() * inner).exp()
 
 
-def test_backward_inside_the_forward_with_retained_graph_and_dropout() -> None:
-    def make() -> Case:
-        dropout = nn.Dropout(0.5)
+def with_retained_graph_and_dropout(x: Tensor) -> tuple[Tensor, Tensor]:
+    h = nn.functional.dropout(x.sin())
+    z = h.exp()
+    (inner,) = torch.autograd.grad(z.sum(), x, retain_graph=True)
+    return z, nn.functional.dropout(inner * x.cos()).exp()
 
-        def fn(x: Tensor) -> tuple[Tensor, Tensor]:
-            h = dropout(x.sin())
-            z = h.exp()
-            (inner,) = torch.autograd.grad(z.sum(), x, retain_graph=True)
-            return z, dropout(inner * x.cos()).exp()
 
-        return Case(fn, (leaf(8, 16),))
-
-    for early_stop in (True, False):
-        check(make, recomputations=2, early_stop=early_stop)
+@pytest.mark.parametrize(
+    ("fn", "saves_memory"), [(differentiates_itself, False), (with_retained_graph_and_dropout, True)]
+)
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_backward_inside_the_forward(fn: Any, saves_memory: bool, early_stop: bool) -> None:
+    make = lambda: Case(fn, (leaf(8, 16),))  # noqa: E731
+    check(make, recomputations=2, early_stop=early_stop, saves_memory=saves_memory)
 
 
 def test_overlapping_graphs() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from journal import Journal
-from oracle import Ran, assert_bitwise, random_states
+from oracle import Ran, assert_bitwise, compare, random_states
 from surroundings import Failure, Trap, assert_same_gradients, assert_unchanged, gradients, prepared, surroundings
 from torch import Tensor, nn
 
@@ -78,15 +78,15 @@ def test_a_function_that_catches_what_ends_a_recomputation(
     fn: Callable[[Tensor], Tensor], options: dict[str, Any]
 ) -> None:
     fallbacks.clear()
-    ran = Ran()
-    x = torch.linspace(-1, 1, 4, requires_grad=True)
-    (expected,) = torch.autograd.grad(fn(x).sum(), x)
-    with observed_by(ran):
-        out = reactivate.checkpoint(fn, **options)(x)
+
+    def gradient(wrap: Any) -> Any:
+        x = torch.linspace(-1, 1, 4, requires_grad=True)
+        out = wrap(fn)(x)
         before = surroundings()
-        (grad,) = torch.autograd.grad(out.sum(), x)
-    assert_bitwise(expected, grad, "gradient")
-    assert_unchanged(before, surroundings())
+        yield from torch.autograd.grad(out.sum(), x)
+        assert_unchanged(before, surroundings())
+
+    ran = compare(gradient, **options)
     assert (ran.regions, ran.recomputations) == (1, 1)
     assert not fallbacks, "`except Exception` does not catch the end of a recomputation"
 
@@ -123,11 +123,7 @@ def test_an_error_that_the_function_expects(early_stop: bool) -> None:
             return h.tanh() + len(str(error))
 
     x = torch.linspace(0, 1, 4, requires_grad=True)
-    ran = Ran()
-    (expected,) = torch.autograd.grad(fn(x).sum(), x)
-    with observed_by(ran):
-        (grad,) = torch.autograd.grad(reactivate.checkpoint(fn, early_stop=early_stop)(x).sum(), x)
-    assert_bitwise(expected, grad, "gradient")
+    ran = compare(lambda wrap: torch.autograd.grad(wrap(fn)(x).sum(), x), early_stop=early_stop)
     assert (ran.regions, ran.recomputations) == (1, 1)
 
 
@@ -194,9 +190,7 @@ def test_finally_runs_an_op_on_the_way_out() -> None:
             norms.append((h * h).sum().sqrt().detach())
 
     x = torch.linspace(0, 1, 4, requires_grad=True)
-    (expected,) = torch.autograd.grad(fn(x).sum(), x)
-    (grad,) = torch.autograd.grad(reactivate.checkpoint(fn)(x).sum(), x)
-    assert_bitwise(expected, grad, "gradient")
+    compare(lambda wrap: torch.autograd.grad(wrap(fn)(x).sum(), x))
 
 
 # -- guards -----------------------------------------------------------------------------------------------------------

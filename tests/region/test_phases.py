@@ -25,17 +25,20 @@ def where() -> tuple[Any, bool]:
     return reactivate.current_region(), reactivate.is_recomputing()
 
 
+def noting(seen: Journal) -> Callable[[Tensor], Tensor]:
+    def fn(x: Tensor) -> Tensor:
+        seen.append(where())
+        return x.sin().exp()
+
+    return fn
+
+
 # -- the identity of a region ------------------------------------------------------------------------------------------
 
 
 def test_a_region_is_the_same_in_its_forward_and_in_each_of_its_recomputations() -> None:
     seen = Journal()
-
-    def fn(x: Tensor) -> Tensor:
-        seen.append(where())
-        return x.sin().exp()
-
-    out = reactivate.checkpoint(fn)(leaf(4)).sum()
+    out = reactivate.checkpoint(noting(seen))(leaf(4)).sum()
     assert reactivate.current_region() is None
     for _ in range(2):
         out.backward(retain_graph=True)
@@ -48,12 +51,7 @@ def test_a_region_is_the_same_in_its_forward_and_in_each_of_its_recomputations()
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_each_call_is_another_region(order: tuple[int, ...]) -> None:
     seen = Journal()
-
-    def fn(x: Tensor) -> Tensor:
-        seen.append(where())
-        return x.sin().exp()
-
-    outs = [reactivate.checkpoint(fn)(leaf(4)).sum() for _ in range(3)]
+    outs = [reactivate.checkpoint(noting(seen))(leaf(4)).sum() for _ in range(3)]
     for number in order:
         outs[number].backward()
     regions = [region for region, _ in seen[:3]]
@@ -63,13 +61,8 @@ def test_each_call_is_another_region(order: tuple[int, ...]) -> None:
 
 def test_without_a_gradient_there_is_no_region() -> None:
     seen = Journal()
-
-    def fn(x: Tensor) -> Tensor:
-        seen.append(where())
-        return x.sin()
-
     with torch.no_grad():
-        reactivate.checkpoint(fn)(leaf(4))
+        reactivate.checkpoint(noting(seen))(leaf(4))
     assert seen == [(None, False)]
 
 

@@ -16,7 +16,7 @@ import reactivate
 
 PROGRAMS = Programs()
 test_program = PROGRAMS.test()
-right, right_with, loud = PROGRAMS.right, PROGRAMS.right_with, PROGRAMS.loud
+right, right_by, right_with, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.right_with, PROGRAMS.loud
 
 
 def test_a_layer_frozen_before_backward_is_named_as_such() -> None:
@@ -35,28 +35,37 @@ def test_a_layer_frozen_before_backward_is_named_as_such() -> None:
 # -- changed between forward and backward -------------------------------------------------------------------------------
 
 
-def changed_between(wrap: Wrap, module: nn.Module, change: Callable[[], Any], steps: int = 2) -> Any:
-    return [train(wrap(module), inputs(steps), between=change), state_of(module)]
+def tanh() -> Any:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+def changed_between(
+    wrap: Wrap,
+    change: Callable[[Any], Any],
+    make: Callable[[], Any] = tanh,
+    show: Callable[[Any], Any] = lambda model: None,
+    steps: int = 2,
+) -> Any:
+    """Train a model that `change` changes between forward and backward; what `show` shows of it is compared, too."""
+    model = make()
+    first = dict(model.named_parameters())
+    grads = train(wrap(model), inputs(steps), between=lambda: change(model))
+    return [grads, state_of(model), [parameter.grad for parameter in first.values()], show(model)]
 
 
 @right
 def forward_hook_is_removed_before_backward(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model = tanh()
     handle = model[0].register_forward_hook(lambda module, args, out: out * 3)
-    return [changed_between(wrap, model, handle.remove), len(model[0]._forward_hooks)]
+    return changed_between(
+        wrap, lambda model: handle.remove(), lambda: model, lambda model: len(model[0]._forward_hooks)
+    )
 
 
-@right
-def forward_hook_is_added_before_backward(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    calls: list[int] = []
-
-    def add() -> None:
-        model[0].register_forward_hook(lambda module, args, out: out * 3)
-        model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-        calls.append(1)
-
-    return [changed_between(wrap, model, add), len(model[0]._forward_hooks), calls]
+@right_by(changed_between, show=lambda model: len(model[0]._forward_hooks))
+def forward_hook_is_added_before_backward(model: Any) -> None:
+    model[0].register_forward_hook(lambda module, args, out: out * 3)
+    model[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
 
 
 @right
@@ -84,78 +93,51 @@ def hook_of_a_child_in_a_list_is_removed(wrap: Wrap) -> Any:
     return [train(wrap(fn), inputs(1), between=handle.remove), [gradients(layer) for layer in layers]]
 
 
-@right
-def child_is_replaced_before_backward(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    first = model[0]
-
-    def replace() -> None:
-        model[0] = nn.Linear(4, 4)
-        model[1] = nn.Sigmoid()
-
-    return [changed_between(wrap, model, replace), gradients(first)]
+@right_by(changed_between, lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+def child_is_replaced_before_backward(model: Any) -> None:
+    model[0] = nn.Linear(4, 4)
+    model[1] = nn.Sigmoid()
 
 
-@right
-def child_is_appended_before_backward(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    return [changed_between(wrap, model, lambda: model.append(nn.Tanh())), len(model)]
+@right_by(changed_between, show=len)
+def child_is_appended_before_backward(model: Any) -> None:
+    model.append(nn.Tanh())
 
 
-@right
-def child_is_deleted_before_backward(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sigmoid(), nn.Tanh())
-
-    def delete() -> None:
-        if len(model) > 2:
-            del model[2]
-
-    return [changed_between(wrap, model, delete), len(model)]
+@right_by(changed_between, lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sigmoid(), nn.Tanh()), len)
+def child_is_deleted_before_backward(model: Any) -> None:
+    if len(model) > 2:
+        del model[2]
 
 
-@right
-def parameter_is_replaced_before_backward(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    old = model[0].weight
-
-    def replace() -> None:
-        model[0].weight = nn.Parameter(torch.randn(4, 4))
-
-    return [changed_between(wrap, model, replace), old.grad]
+@right_by(changed_between)
+def parameter_is_replaced_before_backward(model: Any) -> None:
+    model[0].weight = nn.Parameter(torch.randn(4, 4))
 
 
-@right
-def dropout_probability_is_changed_before_backward(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh())
-
-    def change() -> None:
-        model[1].p += 0.3
-
-    return [changed_between(wrap, model, change), model[1].p]
+@right_by(changed_between, lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh()), lambda model: model[1].p)
+def dropout_probability_is_changed_before_backward(model: Any) -> None:
+    model[1].p += 0.3
 
 
-@right
-def dropout_of_a_plain_list_is_changed_before_backward(wrap: Wrap) -> Any:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.drops = [nn.Dropout(0.2), nn.Dropout(0.3)]
-            self.by_name = {"act": SimpleNamespace(drop=nn.Dropout(0.4))}
+class Drops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.drops = [nn.Dropout(0.2), nn.Dropout(0.3)]
+        self.by_name = {"act": SimpleNamespace(drop=nn.Dropout(0.4))}
 
-        def forward(self, x: Tensor) -> Tensor:
-            for drop in self.drops:
-                x = drop(curve(self.linear(x), 2))
-            return self.by_name["act"].drop(x).tanh()
+    def forward(self, x: Tensor) -> Tensor:
+        for drop in self.drops:
+            x = drop(curve(self.linear(x), 2))
+        return self.by_name["act"].drop(x).tanh()
 
-    model = Model()
 
-    def change() -> None:
-        model.drops[0].eval()
-        model.drops[1].p = 0.6
-        model.by_name["act"].drop.train(False)
-
-    return [changed_between(wrap, model, change), model.drops[0].training]
+@right_by(changed_between, Drops, lambda model: model.drops[0].training)
+def dropout_of_a_plain_list_is_changed_before_backward(model: Any) -> None:
+    model.drops[0].eval()
+    model.drops[1].p = 0.6
+    model.by_name["act"].drop.train(False)
 
 
 @right
@@ -174,30 +156,28 @@ def modules_in_plain_containers_have_buffers(wrap: Wrap) -> Any:
     return [found, state_of(norms["a"][0]), state_of(norms["b"][0])]
 
 
-@right
-def module_goes_to_eval_mode_before_backward(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Tanh())
-    return [changed_between(wrap, model, model.eval), model.training, model[2].training]
+@right_by(
+    changed_between,
+    lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Tanh()),
+    lambda model: [model.training, model[2].training],
+)
+def module_goes_to_eval_mode_before_backward(model: Any) -> None:
+    model.eval()
 
 
-@right
-def module_goes_to_training_mode_before_backward(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Tanh()).eval()
+@right_by(
+    changed_between,
+    lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Tanh()).eval(),
+    lambda model: model.training,
+    steps=4,
+)
+def module_goes_to_training_mode_before_backward(model: Any) -> None:
+    model.train(not model.training)
 
-    def flip() -> None:
-        model.train(not model.training)
 
-    return [changed_between(wrap, model, flip, 4), model.training]
-
-
-@right
-def forward_method_is_replaced_before_backward(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
-    def replace() -> None:
-        model[1].forward = torch.sin
-
-    return changed_between(wrap, model, replace)
+@right_by(changed_between)
+def forward_method_is_replaced_before_backward(model: Any) -> None:
+    model[1].forward = torch.sin
 
 
 @loud
@@ -208,12 +188,9 @@ def weight_norm_is_removed_before_backward(wrap: Wrap) -> Any:
     return [found, [parameter.grad for parameter in leaves], [name for name, _ in model.named_parameters()]]
 
 
-@right
-def layer_is_pruned_before_backward(wrap: Wrap) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    weight = model[0].weight
-    found = train(wrap(model), inputs(1), between=lambda: prune.random_unstructured(model[0], "weight", 0.5))
-    return [found, weight.grad, state_of(model)]
+@right_by(changed_between, steps=1)
+def layer_is_pruned_before_backward(model: Any) -> None:
+    prune.random_unstructured(model[0], "weight", 0.5)
 
 
 @loud
@@ -231,19 +208,19 @@ def gradient_is_switched_on_before_backward(wrap: Wrap) -> Any:
     return [train(wrap(model), inputs(1), between=lambda: model[0].requires_grad_(True)), gradients(model)]
 
 
-@right
-def configuration_of_a_module_is_changed_before_backward(wrap: Wrap) -> Any:
-    class Model(Holding):
-        def forward(self, x: Tensor) -> Tensor:
-            return curve(curve(x, self.config.factor), self.config.nested["sizes"][0])
+class Configured(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        return curve(curve(x, self.config.factor), self.config.nested["sizes"][0])
 
-    model = Model(config=SimpleNamespace(factor=2.0, nested={"sizes": [3.0]}))
 
-    def change() -> None:
-        model.config.factor += 1
-        model.config.nested["sizes"][0] += 1
-
-    return [changed_between(wrap, model, change), model.config.factor, model.config.nested]
+@right_by(
+    changed_between,
+    lambda: Configured(config=SimpleNamespace(factor=2.0, nested={"sizes": [3.0]})),
+    lambda model: [model.config.factor, model.config.nested],
+)
+def configuration_of_a_module_is_changed_before_backward(model: Any) -> None:
+    model.config.factor += 1
+    model.config.nested["sizes"][0] += 1
 
 
 @right

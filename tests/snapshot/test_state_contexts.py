@@ -29,6 +29,7 @@ PROGRAMS = Programs()
 test_program = PROGRAMS.test()
 right_with = PROGRAMS.right_with
 right_with = PROGRAMS.right_with
+right_with = PROGRAMS.right_with
 collector: ContextVar[Any] = ContextVar("collector")
 growing: ContextVar[list[int]] = ContextVar("growing", default=[])  # noqa: B039
 
