@@ -87,12 +87,21 @@ class Programs:
         return add
 
     def rows(
-        self, harness: Callable[..., Any], rows: Mapping[str, tuple[Any, ...]], *, recomputations: int = 1
+        self,
+        harness: Callable[..., Any],
+        rows: Mapping[str, tuple[Any, ...]],
+        *,
+        recomputations: int | Callable[..., int] = 1,
     ) -> None:
-        """Add `harness(wrap, *row)` for each row of a table, under the name of the row."""
+        """Add `harness(wrap, *row)` for each row of a table, under the name of the row.
+
+        Args:
+            recomputations: how many there are at least: of each row, or a function of the row.
+        """
         for name, row in rows.items():
             run = lambda wrap, row=row: harness(wrap, *row)  # noqa: E731
-            self.listed.append(Program(run, recomputations=recomputations, name=name))
+            least = recomputations(*row) if callable(recomputations) else recomputations
+            self.listed.append(Program(run, recomputations=least, name=name))
 
 
 def with_torch(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:

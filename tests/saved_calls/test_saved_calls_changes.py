@@ -19,11 +19,7 @@ import reactivate
 from reactivate._passes.observing import observed_by
 
 count_of_calls = 0
-
-
 names: list[Any] = []
-
-
 total = torch.ones(4, 4)
 
 

@@ -438,24 +438,12 @@ def test_a_saved_function_inside_of_another_ones_forward() -> None:
     assert reached == ["end of the outer forward"] * 3
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return gradient * 2 + x * 0
-
-
 def test_a_function_inside_of_compiled_code_is_recomputed_with_that() -> None:
     """The compiler traces its `forward`, and cannot trace the question whether a log is at work."""
-    compiled = torch.compile(lambda x: Doubled.apply(x.sin()).exp(), backend="eager")
+    compiled = torch.compile(lambda x: Sine.apply(x.sin()).exp(), backend="eager")
     x = torch.randn(4, requires_grad=True)
     (expected,) = torch.autograd.grad(compiled(x).cos().sum(), x)
-    region = reactivate.checkpoint(lambda x: compiled(x).cos(), policy=policies.save_ops(Doubled, "cos"))
+    region = reactivate.checkpoint(lambda x: compiled(x).cos(), policy=policies.save_ops(Sine, "cos"))
     for _ in range(2):
         (found,) = torch.autograd.grad(region(x).sum(), x)
         assert torch.equal(found, expected)

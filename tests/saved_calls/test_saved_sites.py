@@ -349,7 +349,6 @@ def views_of_inference(x: Tensor, w: Tensor) -> Tensor:
 
 UNFENCED = pytest.mark.unfenced(reason="refused there: an alias of a tensor is none for a transform")
 
-
 SAVERS: dict[str, Any] = {
     "sin": saving("sin"),
     "linear": saving("linear"),

@@ -287,8 +287,6 @@ RRELUS: dict[str, Fn] = {
     "alias": lambda x: noisy_relu(x, 0.1, 0.3, True),
     "module": nn.RReLU(0.1, 0.3),
 }
-
-
 noisy_relu = torch.rrelu
 
 

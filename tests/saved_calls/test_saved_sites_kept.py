@@ -77,11 +77,7 @@ def selective(ops: list[Any], fn: Callable[..., Tensor], *args: Tensor) -> int:
 
 
 aten = torch.ops.aten
-
-
 MATMULS = [aten.mm.default, aten.addmm.default, aten.bmm.default]
-
-
 weight, wide = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.randn(3, 8, 16))
 
 

@@ -26,10 +26,7 @@ from reactivate.errors import MutationError
 
 
 SMALL, LARGE = (3, 5), (200, 200)
-
-
 """Of a small tensor without a graph there is a copy; of a large one there is none until a region has written to it."""
-
 
 Shape = tuple[int, ...]
 
@@ -157,26 +154,13 @@ ELSEWHERE = [
     *(second_positional, keyword, in_a_list, in_a_dict_in_a_tuple, in_a_dataclass, closed_over, default_argument),
     *(module_level, attribute_of_self),
 ]
-
-
 WITH_GRADIENT = [positional, parameter]
-
-
 OF_A_MODULE = [buffer, attribute_of_a_module]
 
-
 Made = tuple[Callable[[Shape], Mutation], Shape]
-
-
 COPIED: list[Made] = [(make, SMALL) for make in ELSEWHERE]
-
-
 COPIED += [(make, shape) for make in OF_A_MODULE for shape in (SMALL, LARGE)]
-
-
 NOT_COPIED: list[Made] = [(make, LARGE) for make in ELSEWHERE]
-
-
 NOT_COPIED += [(make, shape) for make in WITH_GRADIENT for shape in (SMALL, LARGE)]
 
 
@@ -397,8 +381,6 @@ HARMLESS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a product without a gradient": lambda x, weight: weight.detach() * 2 + x,
     "filled afterwards": into_place,
 }
-
-
 HARMFUL: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "saved": lambda x, weight: (x + weight).exp(),
     "a view is saved": lambda x, weight: (x + weight)[0].t().exp(),

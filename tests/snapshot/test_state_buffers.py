@@ -166,44 +166,32 @@ class Every(nn.Module):
         return curve(out, self.book.clone())
 
 
-def updated_every(wrap: Wrap, module: nn.Module, steps: int = 12) -> Any:
+class Observer(Every):
+    """Is updated in the first three calls only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.calls == 3:
+            self.first = 1000
+        return super().forward(x)
+
+
+def updated_every(wrap: Wrap, steps: int, make: Callable[..., Every], *numbers: Any) -> Any:
+    module = make(*numbers)
     return [train(wrap(module), inputs(steps)), state_of(module), module.calls]
 
 
-@right_with(recomputations=8)
-def buffer_is_first_written_at_step_five(wrap: Wrap) -> Any:
-    return updated_every(wrap, Every(1, 5), 8)
-
-
-@right_with(recomputations=12)
-def buffer_is_written_every_second_call(wrap: Wrap) -> Any:
-    return updated_every(wrap, Every(2, 2))
-
-
-@right_with(recomputations=12)
-def buffer_is_written_every_fourth_call(wrap: Wrap) -> Any:
-    return updated_every(wrap, Every(4, 4))
-
-
-@right_with(recomputations=21)
-def buffer_is_written_every_tenth_call(wrap: Wrap) -> Any:
-    return updated_every(wrap, Every(10, 10), 21)
-
-
-@right_with(recomputations=8)
-def buffer_is_written_in_the_first_three_calls_only(wrap: Wrap) -> Any:
-    class Observer(Every):
-        def forward(self, x: Tensor) -> Tensor:
-            if self.calls == 3:
-                self.first = 1000
-            return super().forward(x)
-
-    return updated_every(wrap, Observer(1, 1), 8)
-
-
-@right_with(recomputations=9)
-def buffer_is_rebound_every_third_call(wrap: Wrap) -> Any:
-    return updated_every(wrap, Every(3, 3, rebinds=True), 9)
+PROGRAMS.rows(
+    updated_every,
+    {
+        "buffer_is_first_written_at_step_five": (8, Every, 1, 5),
+        "buffer_is_written_every_second_call": (12, Every, 2, 2),
+        "buffer_is_written_every_fourth_call": (12, Every, 4, 4),
+        "buffer_is_written_every_tenth_call": (21, Every, 10, 10),
+        "buffer_is_written_in_the_first_three_calls_only": (8, Observer, 1, 1),
+        "buffer_is_rebound_every_third_call": (9, Every, 3, 3, True),
+    },
+    recomputations=lambda steps, *_: steps,
+)
 
 
 @right
@@ -296,19 +284,18 @@ def regions_of(wrap: Wrap, order: Callable[[list[Tensor]], Any], names: str) -> 
     return [[x.grad for x in leaves], state_of(model)]
 
 
-@right_with(recomputations=5)
-def readers_stand_between_writers(wrap: Wrap) -> Any:
-    return regions_of(wrap, lambda losses: sum(losses).backward(), "rwrwr")
-
-
-@right_with(recomputations=6)
-def readers_and_writers_are_taken_backward_in_forward_order(wrap: Wrap) -> Any:
-    return regions_of(wrap, lambda losses: [loss.backward() for loss in losses], "wrrwwr")
-
-
-@right_with(recomputations=4)
-def one_region_of_four_writes(wrap: Wrap) -> Any:
-    return regions_of(wrap, lambda losses: [loss.backward() for loss in reversed(losses)], "rrwr")
+PROGRAMS.rows(
+    regions_of,
+    {
+        "readers_stand_between_writers": (lambda losses: sum(losses).backward(), "rwrwr"),
+        "readers_and_writers_are_taken_backward_in_forward_order": (
+            lambda losses: [loss.backward() for loss in losses],
+            "wrrwwr",
+        ),
+        "one_region_of_four_writes": (lambda losses: [loss.backward() for loss in reversed(losses)], "rrwr"),
+    },
+    recomputations=lambda order, names: len(names),
+)
 
 
 @right_by(regions_of, "rwrwr", recomputations=10)

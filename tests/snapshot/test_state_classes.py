@@ -15,6 +15,8 @@ from state_programs import Holding, Programs, Wrap, backward, curve, leaf, resto
 from torch import Tensor, nn
 
 PROGRAMS = Programs()
+
+
 test_program = PROGRAMS.test()
 right, right_by = PROGRAMS.right, PROGRAMS.right_by
 
@@ -98,20 +100,20 @@ def read_mode() -> Any:
     return Mode.A.scale, dict(Mode.A.value)  # type: ignore[attr-defined]
 
 
-@right
-def attribute_of_a_named_enum_member_is_changed(wrap: Wrap) -> Any:
+def while_mode_changes(wrap: Wrap, make: Callable[[], Any]) -> Any:
     Mode.reset()
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(curve(x, Mode.A.scale), Mode.A.value["power"])  # type: ignore[attr-defined]
-
-    return with_changes(wrap, fn, change_mode, read_mode)
+    return with_changes(wrap, make(), change_mode, read_mode)
 
 
-@right
-def attribute_of_an_enum_member_in_a_module_is_changed(wrap: Wrap) -> Any:
-    Mode.reset()
-    return with_changes(wrap, Moded(mode=Mode.A), change_mode, read_mode)
+PROGRAMS.rows(
+    while_mode_changes,
+    {
+        "attribute_of_a_named_enum_member_is_changed": (
+            lambda: lambda x: curve(curve(x, Mode.A.scale), Mode.A.value["power"]),
+        ),
+        "attribute_of_an_enum_member_in_a_module_is_changed": (lambda: Moded(mode=Mode.A),),
+    },
+)
 
 
 @right
@@ -168,20 +170,20 @@ class ReadsModule(nn.Module):
         return curve(curve(x, programs.scale), programs.table["scale"])
 
 
-@right
-def attributes_of_a_python_module_are_changed(wrap: Wrap) -> Any:
+def while_programs_change(wrap: Wrap, make: Callable[[], Any]) -> Any:
     programs.scale, programs.table["scale"] = 2.0, 2.0
-
-    def fn(x: Tensor) -> Tensor:
-        return curve(curve(x, programs.scale), programs.table["scale"])
-
-    return with_changes(wrap, fn, change_programs, read_programs)
+    return with_changes(wrap, make(), change_programs, read_programs)
 
 
-@right
-def attributes_of_a_python_module_are_changed_that_a_module_names(wrap: Wrap) -> Any:
-    programs.scale, programs.table["scale"] = 2.0, 2.0
-    return with_changes(wrap, ReadsModule(), change_programs, read_programs)
+PROGRAMS.rows(
+    while_programs_change,
+    {
+        "attributes_of_a_python_module_are_changed": (
+            lambda: lambda x: curve(curve(x, programs.scale), programs.table["scale"]),
+        ),
+        "attributes_of_a_python_module_are_changed_that_a_module_names": (ReadsModule,),
+    },
+)
 
 
 @right
@@ -441,10 +443,3 @@ def method_closes_over_what_changes(wrap: Wrap) -> Any:
         state["scale"] += 1
 
     return [with_changes(wrap, Closed(), change, lambda: dict(state)), weight.grad]
-
-
-@right
-def hook_closes_over_a_tensor_with_a_gradient(wrap: Wrap) -> Any:
-    weight, model = leaf(4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    model[0].register_forward_hook(lambda module, args, out: out * weight)
-    return [with_changes(wrap, model, lambda _: None, lambda: None), weight.grad, state_of(model)]

@@ -69,8 +69,6 @@ def class_in_a_closure(wrap: Wrap) -> Any:
 
 
 shift = 1.0
-
-
 sizes = {"a": 1.0}
 
 

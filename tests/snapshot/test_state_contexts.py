@@ -30,6 +30,7 @@ test_program = PROGRAMS.test()
 right_with = PROGRAMS.right_with
 right_with = PROGRAMS.right_with
 right_with = PROGRAMS.right_with
+right_with = PROGRAMS.right_with
 collector: ContextVar[Any] = ContextVar("collector")
 growing: ContextVar[list[int]] = ContextVar("growing", default=[])  # noqa: B039
 

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 PROGRAMS = Programs()
+
+
 test_program = PROGRAMS.test()
 right, right_by, loud = PROGRAMS.right, PROGRAMS.right_by, PROGRAMS.loud
 
@@ -50,33 +52,24 @@ def scale_by(counts: dict[str, int], module: nn.Module, args: Any, out: Tensor) 
     return out * counts["calls"]
 
 
-def with_hook(wrap: Wrap, hook: Any, count: Callable[[], int]) -> Any:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    model[0].register_forward_hook(hook)
-    region, found = wrap(model), []
-    for _ in range(3):
-        x = leaf(3, 4)
-        backward(region(x))
-        found += [x.grad, count()]
-    return found
+def with_hook(wrap: Wrap, make: Callable[[], Any], hook_of: Callable[[Any], Any], count: Callable[[Any], int]) -> Any:
+    model, counts = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), make()
+    model[0].register_forward_hook(hook_of(counts))
+    return with_changes(wrap, model, lambda step: None, lambda: count(counts))
 
 
-@right
-def hook_is_a_bound_method(wrap: Wrap) -> Any:
-    counts = Counts()
-    return with_hook(wrap, counts.scale, lambda: counts.calls)
-
-
-@right
-def hook_is_an_object(wrap: Wrap) -> Any:
-    counts = Counts()
-    return with_hook(wrap, counts, lambda: counts.calls)
-
-
-@right
-def hook_is_a_partial(wrap: Wrap) -> Any:
-    counts = {"calls": 0}
-    return with_hook(wrap, functools.partial(scale_by, counts), lambda: counts["calls"])
+PROGRAMS.rows(
+    with_hook,
+    {
+        "hook_is_a_bound_method": (Counts, lambda counts: counts.scale, lambda counts: counts.calls),
+        "hook_is_an_object": (Counts, lambda counts: counts, lambda counts: counts.calls),
+        "hook_is_a_partial": (
+            lambda: {"calls": 0},
+            lambda counts: functools.partial(scale_by, counts),
+            lambda counts: counts["calls"],
+        ),
+    },
+)
 
 
 # -- hooks on all modules ---------------------------------------------------------------------------------------------------
@@ -242,3 +235,13 @@ def hook_on_a_masked_input(wrap: Wrap) -> Any:
     masked.register_hook(lambda grad: calls.append(type(grad).__name__))
     checkpointed(masked).sum().backward()
     return [masked.grad.get_data(), masked.grad.get_mask(), calls]
+
+
+# -- properties and decorators ----------------------------------------------------------------------------------------------
+
+
+@right
+def hook_closes_over_a_tensor_with_a_gradient(wrap: Wrap) -> Any:
+    weight, model = leaf(4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model[0].register_forward_hook(lambda module, args, out: out * weight)
+    return [with_changes(wrap, model, lambda _: None, lambda: None), weight.grad, state_of(model)]

@@ -23,8 +23,6 @@ from reactivate._snapshot.facts import facts_of, find_facts
 PROGRAMS = Programs()
 test_program = PROGRAMS.test()
 right = PROGRAMS.right
-
-
 STEPS = 7  # the first, second and fourth call are compared; what begins later is not
 
 

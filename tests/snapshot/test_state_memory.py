@@ -20,8 +20,6 @@ import reactivate
 PROGRAMS = Programs()
 test_program = PROGRAMS.test()
 right = PROGRAMS.right
-
-
 STEPS = 7  # the first, second and fourth call are compared; what begins later is not
 
 

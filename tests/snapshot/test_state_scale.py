@@ -361,15 +361,28 @@ def test_regions_are_counted_once_a_call() -> None:
 # -- hooks on unusual inputs, deep nesting ------------------------------------------------------------------------------
 
 
-@right_with(recomputations=20)
-def twenty_nested_regions(wrap: Wrap) -> Any:
-    return nested_to_the_depth(wrap, 20)
+def nested_to_the_depth(wrap: Wrap, depth: int) -> Any:
+    weight = leaf(4)
+    fn: Callable[[Tensor], Tensor] = wrap(lambda x: curve(x, 0.1))
+    for _ in range(depth - 1):
+
+        def outer(x: Tensor, fn: Callable[[Tensor], Tensor] = fn) -> Tensor:
+            return fn(x) * weight.sin()
+
+        fn = wrap(outer)
+    (x,) = inputs(1)
+    backward(fn(x))
+    return [x.grad, weight.grad]
 
 
-@right_with(recomputations=100)
-def a_hundred_nested_regions(wrap: Wrap) -> Any:
-    """At Python's own recursion limit."""
-    return nested_to_the_depth(wrap, 100)
+PROGRAMS.rows(
+    nested_to_the_depth,
+    {
+        "twenty_nested_regions": (20,),
+        "a_hundred_nested_regions": (100,),  # at Python's own recursion limit
+    },
+    recomputations=lambda depth: depth,
+)
 
 
 @right_with(recomputations=200)
@@ -390,20 +403,6 @@ def recursive_to_the_depth(wrap: Wrap, depth: int) -> Any:
 
     (x,) = inputs(1)
     backward(wrap(fn)(x, depth))
-    return [x.grad, weight.grad]
-
-
-def nested_to_the_depth(wrap: Wrap, depth: int) -> Any:
-    weight = leaf(4)
-    fn: Callable[[Tensor], Tensor] = wrap(lambda x: curve(x, 0.1))
-    for _ in range(depth - 1):
-
-        def outer(x: Tensor, fn: Callable[[Tensor], Tensor] = fn) -> Tensor:
-            return fn(x) * weight.sin()
-
-        fn = wrap(outer)
-    (x,) = inputs(1)
-    backward(fn(x))
     return [x.grad, weight.grad]
 
 

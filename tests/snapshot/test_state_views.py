@@ -17,8 +17,6 @@ import reactivate
 from reactivate._snapshot.rewound_tensors import rewound_memory
 
 SHAPES = {"few": (2, 2), "vector": (64,), "long vector": (5_000,), "matrix": (80, 80), "huge vector": (70_000,)}
-
-
 """For each way in which the engine keeps track of a tensor, one."""
 
 
@@ -210,8 +208,6 @@ class Marked(torch.Tensor):
 
 
 BETWEEN = [transposed, of_other_shape, negated, conjugated, elsewhere, of_another_class]
-
-
 BEFORE = [*BETWEEN, negated_and_doubled, conjugated_and_doubled, elsewhere_and_back]
 
 
