@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from journal import Journal
-from oracle import Case, assert_same, run
+from oracle import Case, Watched, assert_same, run
 from torch import Tensor
 
 import reactivate
@@ -16,6 +16,20 @@ from reactivate import policies
 
 SAVED = policies.save_names("saved")
 Fn = Callable[..., Any]
+
+
+class Reasons(Watched):
+    """Takes down what was called as a saved call, and why it runs again, if it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[str] = []
+        self.found: list[str | None] = []
+
+    def forward_done(self, record: Any) -> None:
+        super().forward_done(record)
+        self.labels += [call.label for call in record.saved_calls]
+        self.found += [call.reason for call in record.saved_calls]
 
 
 def saved(fn: Fn) -> Fn:

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from journal import Journal
-from oracle import Case, Watched, assert_same, check, run
-from saved_call_cases import SAVED, Fn, leaf, saved, weighted
+from oracle import Case, assert_same, check, run
+from saved_call_cases import SAVED, Fn, Reasons, leaf, saved, weighted
 from torch import Tensor, nn
 
 import reactivate
@@ -192,13 +192,6 @@ def an_iterator() -> tuple[Fn, Fn]:
 )
 @pytest.mark.parametrize("determinism", ["first", "metadata"])
 def test_a_call_with_an_effect_runs_again_and_says_which(make: Any, reason: str, determinism: Any) -> None:
-    class Reasons(Watched):
-        def forward_done(self, record: Any) -> None:
-            reasons[:] = [call.reason for call in record.saved_calls]
-            super().forward_done(record)
-
-    reasons: list[Any] = []
-
     def made(calls: Journal) -> Case:
         change, read = make()
 
@@ -225,10 +218,10 @@ def test_a_call_with_an_effect_runs_again_and_says_which(make: Any, reason: str,
     assert_same(*found)
     assert found[1].regions == 1 and len(calls) == 4
     calls.clear()
-    with observed_by(Reasons()):
+    with observed_by(reasons := Reasons()):
         case = made(calls)
         reactivate.checkpoint(case.fn, policy=SAVED, check=determinism)(*case.args).sum().backward()
-    assert len(reasons) == 2 and all(reason in str(item) for item in reasons), reasons
+    assert len(reasons.found) == 2 and all(reason in str(item) for item in reasons.found), reasons.found
     assert len(calls) == 4
 
 

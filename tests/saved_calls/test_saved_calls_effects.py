@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from journal import Journal
-from oracle import Case, Watched, assert_same, check, run
+from oracle import Case, assert_same, check, run
+from saved_call_cases import Reasons
 from torch import Tensor, nn
 
 import reactivate
@@ -23,18 +24,6 @@ from reactivate import policies
 from reactivate._passes.observing import observed_by
 
 VARIABLE: ContextVar[float] = ContextVar("VARIABLE", default=1.0)
-
-
-class Reasons(Watched):
-    """Takes down why saved calls run again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str | None] = []
-
-    def forward_done(self, record: Any) -> None:
-        self.found += [call.reason for call in record.saved_calls]
-        super().forward_done(record)
 
 
 class Child(nn.Module):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from journal import Journal
 from memory import without_collector
 from oracle import Case, assert_bitwise, assert_same, check, double_backward, leaf, run
+from saved_call_cases import Reasons
 from torch import Tensor, nn
 
 import reactivate
@@ -27,19 +28,6 @@ save_ops, site = policies.save_ops, reactivate.site
 
 def everything(at: Site) -> Save:
     return Save()
-
-
-class Reasons:
-    """Why saved calls of the forward pass are recomputed: {what was called: reason}."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, str | None] = {}
-
-    def forward_done(self, record: Any) -> None:
-        self.found |= {saved.label: saved.reason for saved in record.saved_calls}
-
-    def recomputation_done(self, record: Any) -> None:
-        pass
 
 
 class Counted(nn.Module):
@@ -296,11 +284,10 @@ def test_a_call_that_cannot_be_skipped_runs_again_and_says_why(fn: Any, label: s
     def make() -> Case:
         return case(fn, **({"w": (4, 4)} if "w" in fn.__code__.co_varnames else {}))
 
-    reasons = Reasons()
     made = make()
-    with observed_by(reasons):
+    with observed_by(reasons := Reasons()):
         reactivate.checkpoint(made.fn, policy=everything)(*made.args)
-    assert reason in str(reasons.found[label])
+    assert reason in str(dict(zip(reasons.labels, reasons.found))[label])
     assert_same(run(make), run(make, lambda fn: reactivate.checkpoint(fn, policy=everything)))
 
 
@@ -370,12 +357,6 @@ SAVERS: dict[str, Any] = {
     ],
 )
 def test_calls_inside_of_transforms_and_in_inference_mode_run_again(fn: Any, reason: str, policy: str) -> None:
-    reasons: list[str] = []
-
-    class Sees(Reasons):
-        def forward_done(self, record: Any) -> None:
-            reasons.extend(str(saved.reason) for saved in record.saved_calls)
-
     def make() -> Case:
         return case(fn, w=(4, 4))
 
@@ -384,9 +365,9 @@ def test_calls_inside_of_transforms_and_in_inference_mode_run_again(fn: Any, rea
         ours = run(make, lambda fn: reactivate.checkpoint(fn, policy=SAVERS[policy], **options))
         assert_same(plain, ours)
         assert ours.regions >= 1 and ours.recomputations >= 1
-    with observed_by(Sees()):
+    with observed_by(reasons := Reasons()):
         reactivate.checkpoint(fn, policy=everything)(*make().args, leaf(4, 4))
-    assert any(reason in found for found in reasons)
+    assert any(reason in str(found) for found in reasons.found)
 
 
 @UNFENCED

@@ -281,15 +281,15 @@ def test_a_write_that_only_outputs_see_is_refused_without_checksums_of_saved_ten
         out.sum().backward()
 
 
-def test_a_write_that_only_gradients_see_is_refused_in_every_compared_call() -> None:
-    """The outputs are all zero: the second call is compared by what it saves, whatever `determinism` says."""
+def test_a_write_that_only_gradients_see_is_refused_in_every_call() -> None:
+    """The outputs are all zero: each call is compared by what it saves, the 3rd, 5th and 6th too, whatever `check` says."""
 
-    def fn(h: Tensor, scale: Tensor) -> Tensor:
-        return h.mul_(2).exp() * scale
+    def fn(h: Tensor, scale: Tensor, factor: float = 2.0) -> Tensor:
+        return h.mul_(factor).exp() * scale
 
-    first = reactivate.checkpoint(fn)
-    again = reactivate.checkpoint(fn, check="metadata")
-    for call in (first, again, again):
+    made_anew = [reactivate.checkpoint(partial(fn, factor=2.0)) for _ in range(6)]
+    first, again = reactivate.checkpoint(fn), reactivate.checkpoint(fn, check="metadata")
+    for call in (*made_anew, first, again, again):
         with pytest.raises(reactivate.errors.ReactivateError):
             call(leaf(4).abs(), torch.zeros(4, requires_grad=True)).sum().backward()
 

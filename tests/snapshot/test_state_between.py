@@ -255,14 +255,13 @@ def with_optimizer(wrap: Wrap, make: Callable[[Any], torch.optim.Optimizer]) -> 
     return [found, state_of(model)]
 
 
-@right
-def fused_adamw_trains(wrap: Wrap) -> Any:
-    return with_optimizer(wrap, lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True))
-
-
-@right
-def fused_sgd_trains(wrap: Wrap) -> Any:
-    return with_optimizer(wrap, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True))
+PROGRAMS.rows(
+    with_optimizer,
+    {
+        "fused_adamw_trains": (lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),),
+        "fused_sgd_trains": (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),),
+    },
+)
 
 
 def stepped_before_backward(wrap: Wrap, fused: bool) -> Any:

@@ -39,6 +39,7 @@ PROGRAMS.rows(
     trained,
     {
         "dropout": (lambda x: F.dropout(x, 0.5).tanh() * F.dropout(x, 0.3),),
+        "random_leaky_relu_in_training": (lambda x: F.rrelu(x, training=True).tanh() * torch.rrelu(x, training=True),),
         "data_loader_draws_between_forward_and_backward": (
             lambda x: F.dropout(curve(x, 2), 0.5) * x,
             lambda: torch.randn(3),
@@ -125,9 +126,7 @@ def draws_before_inside_and_after(wrap: Wrap) -> Any:
     checkpointed = wrap(noisy)
     found = []
     for x in inputs():
-        h = F.dropout(x, 0.5)
-        h = checkpointed(h)
-        h = F.dropout(h, 0.5)
+        h = F.dropout(checkpointed(F.dropout(x, 0.5)), 0.5)
         backward(checkpointed(h), F.dropout(x, 0.2))
         found += [x.grad, torch.rand(2)]
     return found
@@ -204,6 +203,7 @@ PROGRAMS.rows(
     {
         "python_draws": (lambda x: curve(x, random.random()), random.random),
         "python_draws_between_forward_and_backward_only": (lambda x: curve(x, 2), random.random),
+        "numpy_draws": (lambda x: curve(x, float(numpy.random.rand())), numpy.random.random),
     },
 )
 
@@ -227,11 +227,6 @@ def python_seed_inside(x: Tensor) -> Tensor:
 def spare_normal_of_python(wrap: Wrap) -> Any:
     random.gauss(0, 1)
     return trained(wrap, lambda x: curve(x, random.gauss(0, 1)), lambda: random.gauss(0, 1))
-
-
-@right
-def numpy_draws(wrap: Wrap) -> Any:
-    return trained(wrap, lambda x: curve(x, float(numpy.random.rand())), numpy.random.random)
 
 
 @right_by(trained, numpy.random.random)
@@ -334,6 +329,7 @@ PROGRAMS.rows(
             lambda generator: SimpleNamespace(rng=generator),
             lambda holder: holder.rng,
         ),
+        "generators_in_functions_of_closures": (lambda generator: lambda: generator, lambda holder: holder()),
     },
 )
 
@@ -347,22 +343,13 @@ class GeneratorsInSlots:
 
 
 @right
-def generators_in_functions_of_closures(wrap: Wrap) -> Any:
-    return with_generators(wrap, lambda generator: lambda: generator, lambda holder: holder())
-
-
-@right
 def generators_in_arguments(wrap: Wrap) -> Any:
     found = []
     for make, draw, state in GENERATORS.values():
         generator = make()
         checkpointed = wrap(lambda x, options, generator: curve(curve(x, draw(generator)), draw(options["rng"])))
-        for x in inputs():
-            out = checkpointed(x, {"rng": generator}, generator=generator)
-            draw(generator)
-            backward(out)
-            found.append(x.grad)
-        found.append(state(generator))
+        step = lambda x: checkpointed(x, {"rng": generator}, generator=generator)  # noqa: E731
+        found += [train(step, inputs(), between=lambda: draw(generator)), state(generator)]
     return found
 
 
@@ -479,11 +466,6 @@ def random_state_of_numpy(wrap: Wrap) -> Any:
         return curve(x, float(state.randn()))
 
     return [trained(wrap, fn, lambda: float(state.randn())), repr(state.get_state(legacy=False))]
-
-
-@right
-def random_leaky_relu_in_training(wrap: Wrap) -> Any:
-    return trained(wrap, lambda x: F.rrelu(x, training=True).tanh() * torch.rrelu(x, training=True))
 
 
 @right

@@ -14,9 +14,6 @@ test_program = PROGRAMS.test()
 right, right_with = PROGRAMS.right, PROGRAMS.right_with
 
 
-# -- results stored in attributes ---------------------------------------------------------------------------------------
-
-
 class Experts(nn.Module):
     """A layer that stores a loss of its own, as mixtures of experts do."""
 
