@@ -261,6 +261,19 @@ def with_module(
     return [grads, state_of(module), show(module)]
 
 
+def as_region(
+    wrap: Wrap,
+    kind: Callable[..., nn.Module],
+    *,
+    show: Callable[[Any], Any] = lambda module: None,
+    count: int = 3,
+    **attributes: Callable[[], Any],
+) -> Any:
+    """Train a module of a class with these attributes, and compare it, and what `show` shows of it, too."""
+    module = kind(**{name: make() for name, make in attributes.items()})
+    return [train(wrap(module), inputs(count)), state_of(module), show(module)]
+
+
 class Holding(nn.Module):
     """A module with the attributes that it is given."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from state_programs import Programs, Scale, Wrap, backward, curve, inputs, state_of, train
+from state_programs import Programs, Scale, Wrap, as_region, backward, curve, inputs, state_of, train
 from torch import Tensor, nn
 
 PROGRAMS = Programs()
@@ -83,26 +83,22 @@ def numpy_reads_the_buffer(module: nn.Module, alias: Tensor) -> None:
     module.read = lambda: torch.from_numpy(array)
 
 
-@right
-def buffers_are_slices_of_one_storage(wrap: Wrap) -> Any:
+@right_by(as_region, show=lambda module: module.flat)
+class BuffersAreSlicesOfOneStorage(nn.Module):
     """Make buffers as flattened or sharded state has them: many buffers, one memory."""
 
-    class Sliced(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.flat = torch.ones(8)
-            self.register_buffer("low", self.flat[:4])
-            self.register_buffer("high", self.flat[4:])
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat = torch.ones(8)
+        self.register_buffer("low", self.flat[:4])
+        self.register_buffer("high", self.flat[4:])
 
-        def forward(self, x: Tensor) -> Tensor:
-            out = curve(x, self.low.clone())
-            with torch.no_grad():
-                self.high.add_(x.amax(0))
-                self.flat.mul_(0.9)
-            return curve(out, self.high.clone())
-
-    module = Sliced()
-    return [train(wrap(module), inputs()), module.flat, state_of(module)]
+    def forward(self, x: Tensor) -> Tensor:
+        out = curve(x, self.low.clone())
+        with torch.no_grad():
+            self.high.add_(x.amax(0))
+            self.flat.mul_(0.9)
+        return curve(out, self.high.clone())
 
 
 @right
@@ -125,22 +121,18 @@ def two_modules_share_a_child(wrap: Wrap) -> Any:
     return [train(lambda x: two(one(x)), inputs()), state_of(first)]
 
 
-@right
-def a_view_of_a_buffer_is_saved(wrap: Wrap) -> Any:
+@right_by(as_region)
+class AViewOfABufferIsSaved(nn.Module):
     """Autograd saves a tensor that lies in the buffer's memory, which a later region writes by another storage."""
 
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.rand(8, 4))
-            self.register_buffer("steps", torch.zeros(()))
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.rand(8, 4))
+        self.register_buffer("steps", torch.zeros(()))
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.steps += 1
-            return (x * self.table[1]).tanh() * self.table[2] * self.steps.clone()
-
-    module = Reads()
-    return [train(wrap(module), inputs()), state_of(module)]
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return (x * self.table[1]).tanh() * self.table[2] * self.steps.clone()
 
 
 # -- who writes, and when -----------------------------------------------------------------------------------------------
@@ -194,17 +186,13 @@ PROGRAMS.rows(
 )
 
 
-@right
-def tensor_decides_whether_the_buffer_is_written(wrap: Wrap) -> Any:
-    class Gated(Scale):
-        def forward(self, x: Tensor) -> Tensor:
-            out = curve(x, self.amax.clone())
-            if x.detach().mean() > 0:
-                self.update(x)
-            return curve(out, self.amax.clone())
-
-    module = Gated()
-    return [train(wrap(module), inputs(8)), state_of(module)]
+@right_by(as_region, count=8)
+class TensorDecidesWhetherTheBufferIsWritten(Scale):
+    def forward(self, x: Tensor) -> Tensor:
+        out = curve(x, self.amax.clone())
+        if x.detach().mean() > 0:
+            self.update(x)
+        return curve(out, self.amax.clone())
 
 
 @right

@@ -28,9 +28,6 @@ from reactivate._passes.observing import observed_by
 PROGRAMS = Programs()
 test_program = PROGRAMS.test()
 right_with = PROGRAMS.right_with
-right_with = PROGRAMS.right_with
-right_with = PROGRAMS.right_with
-right_with = PROGRAMS.right_with
 collector: ContextVar[Any] = ContextVar("collector")
 growing: ContextVar[list[int]] = ContextVar("growing", default=[])  # noqa: B039
 

@@ -14,6 +14,7 @@ from state_programs import (
     Programs,
     Scale,
     Wrap,
+    as_region,
     backward,
     curve,
     gradients,
@@ -61,19 +62,20 @@ PROGRAMS.rows(
 )
 
 
-@right
-def state_in_a_list_of_a_module(wrap: Wrap) -> Any:
-    class Lists(Holding):
-        def forward(self, x: Tensor) -> Tensor:
-            out = curve(x, self.means[0].clone() + self.peaks["amax"])
-            with torch.no_grad():
-                self.means[0].add_(x.mean(0))
-                self.means[1] = self.means[1] + 1
-                self.peaks["amax"].copy_(x.amax(0))
-            return curve(out, self.means[1] + self.peaks["amax"].clone())
-
-    module = Lists(means=[torch.ones(1, 4) for _ in range(2)], peaks={"amax": torch.ones(1, 4)})
-    return [train(wrap(module), inputs()), module.means, module.peaks]
+@right_by(
+    as_region,
+    show=lambda module: [module.means, module.peaks],
+    means=lambda: [torch.ones(1, 4) for _ in range(2)],
+    peaks=lambda: {"amax": torch.ones(1, 4)},
+)
+class StateInAListOfAModule(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        out = curve(x, self.means[0].clone() + self.peaks["amax"])
+        with torch.no_grad():
+            self.means[0].add_(x.mean(0))
+            self.means[1] = self.means[1] + 1
+            self.peaks["amax"].copy_(x.amax(0))
+        return curve(out, self.means[1] + self.peaks["amax"].clone())
 
 
 @right
@@ -155,16 +157,14 @@ def scratch_tensor_is_overwritten(wrap: Wrap) -> Any:
     return [[x.grad for x in leaves], scratch]
 
 
-@right
-def recurrent_state_is_carried_detached(wrap: Wrap) -> Any:
-    class Cell(Holding):
-        def forward(self, x: Tensor) -> Tensor:
-            out = torch.tanh(self.linear(x) + self.hidden)
-            self.hidden = out.detach()
-            return out.square()
-
-    module = Cell(linear=nn.Linear(4, 4), hidden=torch.zeros(6, 4))
-    return [train(wrap(module), inputs()), module.hidden, gradients(module)]
+@right_by(
+    as_region, show=lambda module: module.hidden, linear=lambda: nn.Linear(4, 4), hidden=lambda: torch.zeros(6, 4)
+)
+class RecurrentStateIsCarriedDetached(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(self.linear(x) + self.hidden)
+        self.hidden = out.detach()
+        return out.square()
 
 
 @right
@@ -201,16 +201,12 @@ def functional_batch_norm_on_tensors_of_a_list(wrap: Wrap) -> Any:
     return [train(wrap(fn), inputs()), stats]
 
 
-@right
-def running_statistics_are_read(wrap: Wrap) -> Any:
-    class Reads(Holding):
-        def forward(self, x: Tensor) -> Tensor:
-            out = curve(x, self.norm.running_var.clone())
-            out = self.norm(out)
-            return curve(out, self.norm.running_mean.clone() + self.norm.num_batches_tracked)
-
-    module = Reads(norm=nn.BatchNorm1d(4))
-    return [train(wrap(module), inputs()), state_of(module)]
+@right_by(as_region, norm=lambda: nn.BatchNorm1d(4))
+class RunningStatisticsAreRead(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        out = curve(x, self.norm.running_var.clone())
+        out = self.norm(out)
+        return curve(out, self.norm.running_mean.clone() + self.norm.num_batches_tracked)
 
 
 @right_by(with_module, lambda: nn.BatchNorm1d(4, momentum=None), count=4)
@@ -229,15 +225,11 @@ def num_batches_tracked_is_none(wrap: Wrap) -> Any:
     return [train(wrap(fn), inputs()), norm.running_mean, norm.running_var, gradients(norm)]
 
 
-@right
-def batch_norm_child_by_its_forward(wrap: Wrap) -> Any:
-    class Model(Holding):
-        def forward(self, x: Tensor) -> Tensor:
-            out = self.norm.forward(x)
-            return curve(out, self.norm.running_mean.clone())
-
-    module = Model(norm=nn.BatchNorm1d(4))
-    return [train(wrap(module), inputs()), state_of(module)]
+@right_by(as_region, norm=lambda: nn.BatchNorm1d(4))
+class BatchNormChildByItsForward(Holding):
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm.forward(x)
+        return curve(out, self.norm.running_mean.clone())
 
 
 @right_by(with_module, lambda: nn.Sequential(nn.Linear(4, 4), Scale()))

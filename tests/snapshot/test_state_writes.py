@@ -15,6 +15,7 @@ from state_programs import (
     Programs,
     Scale,
     Wrap,
+    as_region,
     backward,
     check_program,
     curve,
@@ -139,26 +140,22 @@ def buffer_grows_in_place(wrap: Wrap) -> Any:
     return [train(wrap(fn), inputs()), state_of(module)]
 
 
-@right
-def circular_queue(wrap: Wrap) -> Any:
+@right_by(as_region, count=6)
+class CircularQueue(nn.Module):
     """The queue of a contrastive loss, with a pointer that is a tensor."""
 
-    class Queue(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("queue", torch.rand(4, 8))
-            self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.rand(4, 8))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
 
-        def forward(self, x: Tensor) -> Tensor:
-            out = (x @ self.queue.clone()).tanh()
-            with torch.no_grad():
-                at = int(self.pointer)
-                self.queue[:, at : at + 2] = x[:2].T
-                self.pointer[0] = (at + 2) % 8
-            return out.square()
-
-    module = Queue()
-    return [train(wrap(module), inputs(6)), state_of(module)]
+    def forward(self, x: Tensor) -> Tensor:
+        out = (x @ self.queue.clone()).tanh()
+        with torch.no_grad():
+            at = int(self.pointer)
+            self.queue[:, at : at + 2] = x[:2].T
+            self.pointer[0] = (at + 2) % 8
+        return out.square()
 
 
 @loud
