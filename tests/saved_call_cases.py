@@ -48,6 +48,16 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*(shape or (4, 4)), requires_grad=True)
 
 
+def once(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
+    sum(output.float().square().sum() for output in outputs).backward()  # type: ignore[union-attr]
+
+
+def several(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
+    for output in outputs:
+        output.float().square().sum().backward(retain_graph=True)
+    sum(output.float().sum() for output in outputs).backward()  # type: ignore[union-attr]
+
+
 def weighted(fn: Fn) -> Callable[[], Case]:
     """A case of `fn(x, w=w)`."""
 

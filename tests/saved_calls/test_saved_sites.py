@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from journal import Journal
 from memory import without_collector
 from oracle import Case, assert_bitwise, assert_same, check, double_backward, leaf, run
-from saved_call_cases import Reasons
+from saved_call_cases import Reasons, once, several
 from torch import Tensor, nn
 
 import reactivate
@@ -134,16 +134,6 @@ def without_gradient(x: Tensor) -> Tensor:
 
 def nested(x: Tensor, w: Tensor) -> Tensor:
     return F.dropout(F.linear(x.exp(), w).sin(), 0.3).exp()
-
-
-def several(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
-    for output in outputs:
-        output.float().square().sum().backward(retain_graph=True)
-    sum(output.float().sum() for output in outputs).backward()  # type: ignore[union-attr]
-
-
-def once(outputs: list[Tensor], inputs: dict[str, Tensor]) -> None:
-    sum(output.float().square().sum() for output in outputs).backward()  # type: ignore[union-attr]
 
 
 def saving(*names: str) -> Callable[[Site], Save | None]:

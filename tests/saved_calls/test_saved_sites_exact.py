@@ -55,10 +55,6 @@ def without_a_graph(x: Tensor, w: Tensor) -> Tensor:
     return constant.mul_(2) * x * w
 
 
-def use(x: Tensor, w: Tensor, other: Tensor) -> Tensor:
-    return x * other.t() * w
-
-
 def region(call: Fn, x: Tensor, w: Tensor) -> Tensor:
     y = x.sin()
     return call(y, w).exp() * y.cos()
