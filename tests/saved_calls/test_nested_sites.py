@@ -203,9 +203,7 @@ def test_a_call_runs_once_more_for_each_region_around_it_that_does_not_save_it(
     regions = [f"region_{level}" for level in range(1, DEPTH)]
     for saved in choices:
         ours = run(
-            partial(made, kinds),
-            applied(policy_of(kinds, saved), early_stop=early_stop, check="metadata"),
-            backward,
+            partial(made, kinds), applied(policy_of(kinds, saved), early_stop=early_stop, check="metadata"), backward
         )
         assert_same(plain, ours)
         assert Counter(calls) == {place: expected(place, saved, backwards) for place in PLACES}, saved

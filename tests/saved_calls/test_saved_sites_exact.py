@@ -190,8 +190,7 @@ def test_a_policy_of_modules_for_a_checkpointed_module(early_stop: bool) -> None
     plain = run(partial(make, models))
     policy = policies.save_modules("0")
     ours = run(
-        partial(make, models),
-        partial(reactivate.checkpoint, policy=policy, early_stop=early_stop, check="metadata"),
+        partial(make, models), partial(reactivate.checkpoint, policy=policy, early_stop=early_stop, check="metadata")
     )
     assert_same(plain, ours)
     counts = [[len(model[index].calls) for index in (0, 2)] for model in models]  # type: ignore[union-attr,arg-type]

@@ -28,10 +28,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "another item": (lambda: {"a": 1, "b": 2}, lambda target: target.update(c=3)),
     "one less": (lambda: {"a": 1, "b": 2}, lambda target: target.clear()),
     "the order": (lambda: {"a": 1, "b": 2}, order_again),
-    "the order, in a dict of a subclass": (
-        lambda: OrderedDict(a=1, b=2),
-        lambda target: target.move_to_end("a"),
-    ),
+    "the order, in a dict of a subclass": (lambda: OrderedDict(a=1, b=2), lambda target: target.move_to_end("a")),
     "an iterator that goes on": (lambda: {"a": iter([1, 2])}, lambda target: next(target["a"])),
     "an attribute": (a_class, lambda target: setattr(target, "a", object())),
     "a new attribute": (a_class, lambda target: setattr(target, "c", 3)),

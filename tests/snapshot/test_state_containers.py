@@ -160,9 +160,7 @@ def deque_with_a_limit_rotates(items: deque[int]) -> float:
 
 
 @right_by(
-    mutated,
-    lambda: OrderedDict(a=1, b=2, c=4),
-    lambda items: [list(items.items()), list(reversed(items)), len(items)],
+    mutated, lambda: OrderedDict(a=1, b=2, c=4), lambda items: [list(items.items()), list(reversed(items)), len(items)]
 )
 def ordered_dict_moves_to_end(items: OrderedDict[str, int]) -> float:
     first = next(iter(items))
