@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """What goes in here goes with its last reference."""
+    """A context in which objects go with their last references, without the collector."""
     gc.collect()
     gc.disable()
     try:

@@ -245,7 +245,7 @@ def assert_alike(one: Iterable[Any], other: Iterable[Any], name: str = "result")
 
 
 def plainly(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """What stands for `reactivate.checkpoint` in a plain run."""
+    """The function itself, in the place of a checkpointed one."""
     return fn
 
 

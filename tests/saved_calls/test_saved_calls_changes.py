@@ -1,4 +1,4 @@
-"""What saved calls change beside their arguments: such a call runs again, and its reason says why."""
+"""Changes that saved calls make beside their arguments: such a call runs again, and its reason says why."""
 
 from __future__ import annotations
 
