@@ -33,8 +33,13 @@ _PLAIN = (Tensor, Parameter)
 _ROUNDINGS, _COARSE_ROUNDINGS = 64, 4
 """How many units in the last place, of the norm of a row, a difference of rounding size may have: of floats of
 32 bits or more, and of smaller ones, whose sums are computed in 32 bits and rounded once."""
-_ROWS = 32
-"""How many sums a profile has: it is held until the backward."""
+_FAR_LARGER = 10
+"""By how many powers of two an element must be larger than is usual to be cut off: as errors of rounding, its own would hide
+all others."""
+_SAMPLES = 1 << 16
+"""How many elements show what is usual."""
+_ROWS, _AT_ONCE = 32, 4
+"""How many sums a profile has, which is held until the backward, and of how many there is a copy at a time."""
 OUTPUTS = 1 << 30
 """The number of the first output, behind those of all saved tensors."""
 NOTHING: frozenset[int] = frozenset()
@@ -42,7 +47,7 @@ NOTHING: frozenset[int] = frozenset()
 
 
 class Profile(NamedTuple):
-    """The elements of a tensor in a few rows, summed up with weights; what is left over stands behind.
+    """The elements of a tensor in a few rows, summed up with weights, also with large ones cut off, and those left over.
 
     Attributes:
         sums: of the rows: other numbers, or the same in another order, have other sums.
@@ -103,22 +108,27 @@ class Check:
                 self.note(OUTPUTS + index, leaf)
                 self.versions[OUTPUTS + index] = leaf._version
 
-    def difference(self, other: Check, but: Container[int] = NOTHING) -> int | None:
+    def difference(self, other: Check, but: Container[int] = NOTHING, also: Container[int] = NOTHING) -> int | None:
         """Return the number of the first tensor that differs in another pass, None if none does.
 
         Args:
             but: the numbers of those that do not count.
+            also: the numbers of those that count although their checksums are not sure.
         """
-        numbers = self._common(other, but)
+        numbers = self._common(other, but, also)
         ones, others = ([check.sums[number].bits for number in numbers] for check in (self, other))
         if not numbers or run_unseen(_are_equal, ones, others):
             return None
         return next(number for number, one, two in zip(numbers, ones, others) if not run_unseen(torch.equal, one, two))
 
-    def differences(self, other: Check) -> frozenset[int]:
+    def differences(self, other: Check, also: Container[int] = NOTHING) -> frozenset[int]:
         """Return the numbers of all tensors that differ in another pass."""
-        pairs = ((number, self.sums[number].bits, other.sums[number].bits) for number in self._common(other))
+        pairs = ((number, self.sums[number].bits, other.sums[number].bits) for number in self._common(other, also=also))
         return frozenset(number for number, one, two in pairs if not run_unseen(torch.equal, one, two))
+
+    def unsure(self) -> frozenset[int]:
+        """Return the numbers of the tensors whose checksums are not sure."""
+        return frozenset(number for number, sums in self.sums.items() if not sums.is_sure)
 
     def has_all(self, count: int) -> bool:
         """Return whether there is a checksum of each of so many saved tensors."""
@@ -134,19 +144,19 @@ class Check:
         """Return whether no accelerator computed any of the tensors."""
         return all(item.bits.device.type == "cpu" for item in self.sums.values())
 
-    def is_rounding(self, other: Check, but: Container[int] = NOTHING) -> bool:
-        """Return whether every difference to another pass is one of rounding size, but for some that do not count."""
-        numbers = self._common(other, but)
+    def is_rounding(self, other: Check, but: Container[int] = NOTHING, also: Container[int] = NOTHING) -> bool:
+        """Return whether every difference to another pass is one of rounding size; `but` and `also` as in `difference`."""
+        numbers = self._common(other, but, also)
         return all(run_unseen(_is_rounding, self.sums[number], other.sums[number]) for number in numbers)
 
-    def _common(self, other: Check, but: Container[int] = NOTHING) -> list[int]:
+    def _common(self, other: Check, but: Container[int] = NOTHING, also: Container[int] = NOTHING) -> list[int]:
         """Return the numbers of what both passes have, but for inputs given back that were written to in between."""
         found = self.sums.keys() & other.sums.keys()
         return sorted(
             number
             for number in found
             if number not in but
-            and self.sums[number].is_sure
+            and (self.sums[number].is_sure or number in also)
             and self.versions.get(number) == other.versions.get(number)
         )
 
@@ -201,17 +211,25 @@ def _sums_of(tensor: Tensor) -> Sums | None:
 
 
 def _profile_of(flat: Tensor) -> Profile:
+    """Return the profile of all elements, and that of the same with far larger ones cut off, as masked logits are."""
     if flat.dtype not in (torch.float32, torch.float64):
         flat = flat.float()
     rows = min(_ROWS, len(flat))
     width = len(flat) // rows
     table, rest = flat[: rows * width].view(rows, width), flat[rows * width :]
-    weights = (
-        torch.arange(width, device=flat.device, dtype=flat.dtype).mul_(2.4).cos_()
-    )  # like no other, and none small
-    norms = table.norm(dim=1)
-    typical = norms.norm() / (rows * width) ** 0.5
-    return Profile(torch.cat([torch.mv(table, weights), rest]), torch.cat([norms, torch.maximum(rest.abs(), typical)]))
+    # Like no other, and none small.
+    weights = torch.arange(width, device=flat.device, dtype=flat.dtype).mul_(2.4).cos_()
+    exponents = flat[:: len(flat) // _SAMPLES + 1].abs().log2()
+    is_counted = exponents.isfinite()  # zeros and infinite ones say nothing of the others
+    usual = exponents.where(is_counted, 0).sum() / is_counted.sum().clamp(min=1)
+    most = torch.exp2(usual.floor() + _FAR_LARGER)
+    sums, norms = [torch.mv(table, weights)], [table.norm(dim=1)]
+    for part in table.split(_AT_ONCE):
+        cut = part.clamp(-most, most)
+        sums.append(torch.mv(cut, weights))
+        norms.append(cut.norm(dim=1))
+    typical = torch.cat(norms[1:]).norm() / (rows * width) ** 0.5
+    return Profile(torch.cat([*sums, rest]), torch.cat([*norms, torch.maximum(rest.abs(), typical)]))
 
 
 def _are_equal(some: list[Tensor], others: list[Tensor]) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from reactivate._passes.check import NOTHING, OUTPUTS, Check
 from reactivate._passes.uninitialised import Filled
 from reactivate._region import errors_text
+from reactivate._saved_calls.saved_call import SETTLING_CODE
+from reactivate._torch.autograd import FUNCTION_APPLY_CODE
 from reactivate._torch.modules import is_distributed_run
+from reactivate.errors import ReactivateError
 
 if TYPE_CHECKING:
     from reactivate._region.proof import WriteProof
@@ -34,23 +37,51 @@ def compare(region: Region, again: Callable[[], Any]) -> None:
     if forward.doubtful and not is_read_the_same:
         tensor, place = forward.doubtful[0]
         raise region.options.exception(errors_text.modified_input(region, place, tensor))
-    if number is None or is_read_the_same:
+    unsure = forward.unsure().difference(_saved_by(region, SETTLING_CODE))
+    if is_read_the_same or (number is None and not unsure & forward.differences(first, unsure)):
         return
-    is_deterministic, unwritten = None, NOTHING
+    is_deterministic, unwritten, given = None, NOTHING, NOTHING
     if not is_distributed_run():  # other ranks would wait in the collectives of a second one
         filled = Filled(0)
-        second = _again(region, forward, again, filled)
-        if filled.is_used and second is not None:  # what depends on memory that holds anything is not compared
-            third = _again(region, forward, again, Filled(1))
-            unwritten = NOTHING if third is None else second.differences(third)
-            number = forward.difference(first, unwritten)
+        try:
+            second = _again(region, forward, again, filled)
+        except ReactivateError:  # the function does something else where its ops are watched
             if number is None:
                 return
-        is_deterministic = second is not None and first.difference(second, unwritten) is None
+            raise
+        # Memory of an op's own may hold anything; not what it was called with, and what a custom function saves.
+        given = unsure & filled.given.union(_saved_by(region, FUNCTION_APPLY_CODE))
+        if filled.is_used and second is not None:
+            unwritten = _unwritten(
+                second, [_again(region, forward, again, Filled(value)) for value in (1, 1, 0)], given
+            )
+        number = forward.difference(first, unwritten, given)
+        is_deterministic = second is not None and first.difference(second, unwritten, given) is None
+    if number is None:
+        return
     # An op that adds up in any order may choose another expert on an accelerator; on the CPU there is none.
-    if (is_deterministic or forward.is_on_cpu()) and not forward.is_rounding(first, unwritten):
+    if (is_deterministic or forward.is_on_cpu()) and not forward.is_rounding(first, unwritten, given):
         raise region.options.exception(errors_text.missed_state(region, number))
     warnings.warn(errors_text.differs(region, number, is_deterministic), stacklevel=2)
+
+
+def _saved_by(region: Region, wanted: Any) -> Iterator[int]:
+    """Return the numbers of what was saved in a frame of some code."""
+    return (number for number, (_, code, _) in enumerate(region.saved) if code is wanted)
+
+
+def _unwritten(zero: Check, others: list[Check | None], given: frozenset[int]) -> frozenset[int]:
+    """Return the numbers of the tensors that depend on memory without contents, and on nothing else that changes.
+
+    Args:
+        zero: of a recomputation with zeros in such memory.
+        others: of the next three, with ones, ones, and zeros.
+        given: as `also` in `Check.difference`.
+    """
+    one, one_again, zero_again = others
+    if one is None or one_again is None or zero_again is None:
+        return NOTHING
+    return zero.differences(one, given) - one.differences(one_again, given) - zero.differences(zero_again, given)
 
 
 def _again(region: Region, forward: Check, again: Callable[[], Any], filled: Filled) -> Check | None:
@@ -59,8 +90,8 @@ def _again(region: Region, forward: Check, again: Callable[[], Any], filled: Fil
     try:
         again()
     finally:
-        region.filled = None
-    found, forward.recomputed, region.check = forward.recomputed, None, None
+        found, forward.recomputed = forward.recomputed, None
+        region.check, region.filled = None, None
     return found
 
 

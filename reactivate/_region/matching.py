@@ -122,6 +122,8 @@ class Matching:
         index = self.index
         if not self.is_complete and self.check is not None and index < len(self.saved) and self.region.slot_of(index):
             self.check.note(index, tensor)
+            if self.region.filled is not None:
+                self.region.filled.saves(index, tensor)
         return self.pack(tensor)
 
     leave_to_eager(pack.__code__)
@@ -192,6 +194,8 @@ class Matching:
             refuse_stale(tensor)
         if self.check is not None:
             self.check.note(index, tensor)
+            if self.region.filled is not None:
+                self.region.filled.given.add(index)  # it is made of what the call was given
         self.values[index] = tensor, tensor._version
 
     def go_back_to(self, call: SavedCall) -> None:

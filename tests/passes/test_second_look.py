@@ -1,0 +1,161 @@
+"""The second look at a recomputation that differs: memory without contents, and saved tensors without a gradient."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from state_programs import Program, Wrap, backward, check_program, leaf
+from torch import Tensor, nn
+
+import reactivate
+from reactivate import policies
+from reactivate.errors import RecomputeMismatchError
+
+UNSEEN = "that the library cannot see"
+
+
+def drop_path(x: Tensor) -> Tensor:
+    """Stochastic depth as timm has it: the mask is drawn into memory without contents."""
+    mask = x.new_empty((len(x), 1)).bernoulli_(0.9)
+    return x * mask.div_(0.9)
+
+
+def of_a_queue() -> Callable[[], Any]:
+    numbers: queue.Queue[float] = queue.Queue()
+    for number in range(20):
+        numbers.put(number + 1.0)
+    return numbers.get
+
+
+def of_pairs() -> Callable[[], Any]:
+    """Numbers of which each comes twice: two recomputations one after the other are alike."""
+    numbers: queue.Queue[float] = queue.Queue()
+    for number in range(20):
+        numbers.put((number + 1) // 2 + 1.0)
+    return numbers.get
+
+
+def of_the_system() -> Callable[[], Any]:
+    return lambda: float(np.random.default_rng().random())
+
+
+@pytest.mark.parametrize("numbers", [of_a_queue, of_pairs, of_the_system])
+def test_memory_without_contents_hides_no_state(numbers: Callable[[], Callable[[], Any]]) -> None:
+    linear, following = nn.Linear(8, 8), [numbers()]
+
+    def block(x: Tensor) -> Tensor:
+        return x + drop_path(torch.tanh(linear(x) * following[0]()).exp())
+
+    out = reactivate.checkpoint(block)(leaf(4, 8))
+    with pytest.raises(RecomputeMismatchError, match=UNSEEN):
+        backward(out)
+
+
+class Masked(torch.autograd.Function):
+    """Changes the gradient alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * ctx.saved_tensors[0], None
+
+
+def kept() -> Tensor:
+    return (torch.arange(8) < int(os.environ["KEPT"])).float()
+
+
+def of_a_function(x: Tensor, linear: nn.Linear) -> Tensor:
+    return Masked.apply(linear(x), kept())  # type: ignore[no-any-return]
+
+
+def of_an_op(x: Tensor, linear: nn.Linear) -> Tensor:
+    return linear(x) * kept()
+
+
+def of_a_linear(x: Tensor, linear: nn.Linear) -> Tensor:
+    return linear(kept())
+
+
+def of_a_chosen_row(x: Tensor, linear: nn.Linear) -> Tensor:
+    return F.embedding(kept().long(), linear.weight)
+
+
+@pytest.mark.parametrize("policy", [None, policies.save_ops("linear")], ids=["recomputed", "saved"])
+@pytest.mark.parametrize("fn", [of_a_function, of_an_op, of_a_linear, of_a_chosen_row])
+def test_saved_tensors_without_a_gradient_are_compared(
+    fn: Callable[..., Tensor], policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEPT", "3")
+    linear = nn.Linear(8, 8)
+
+    def block(x: Tensor) -> Tensor:
+        return F.linear(x, linear.weight).sum() + fn(x, linear)
+
+    out = reactivate.checkpoint(block, policy=policy)(torch.randn(4, 8))
+    monkeypatch.setenv("KEPT", "5")
+    with pytest.raises(RecomputeMismatchError, match=UNSEEN):
+        backward(out)
+
+
+@pytest.mark.parametrize("fill", [0.0, -1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf])
+def test_masked_elements_hide_no_other(fill: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, mask = nn.Linear(16, 256), torch.rand(64, 256) < 0.2
+    mask[:, 0] = False
+
+    def block(x: Tensor) -> Tensor:
+        return (linear(x) * float(os.environ["KEPT"])).masked_fill(mask, fill).log_softmax(-1)
+
+    monkeypatch.setenv("KEPT", "1")
+    out = reactivate.checkpoint(block)(torch.randn(64, 16))
+    monkeypatch.setenv("KEPT", "3")
+    with pytest.raises(RecomputeMismatchError, match=UNSEEN):
+        backward(out[:, 0])
+
+
+# -- memory of an op's own --------------------------------------------------------------------------------------------
+
+
+def rrelu(x: Tensor) -> Tensor:
+    return F.rrelu(x, training=True)
+
+
+def rrelu_with_noise(x: Tensor) -> Tensor:
+    """An op that fills its argument after it had it saved."""
+    return torch._C._nn.rrelu_with_noise(x, torch.empty_like(x), training=True)  # type: ignore[attr-defined, no-any-return]
+
+
+def ctc(x: Tensor) -> Tensor:
+    """Its table of probabilities is not written to behind the end of a text."""
+    log_probs = x.reshape(8, 2, 5).log_softmax(-1)
+    return F.ctc_loss(log_probs, torch.randint(1, 5, (2, 4)), torch.tensor([8, 5]), torch.tensor([4, 1]))
+
+
+def recurrent(x: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    return nn.LSTM(10, 6, num_layers=2, dropout=0.2)(x.view(4, 2, 10))[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fn", [rrelu, rrelu_with_noise, ctc, recurrent, nn.Dropout(0.3), nn.MaxPool1d(2)])
+def test_memory_of_an_op_is_not_compared(fn: Callable[[Tensor], Tensor]) -> None:
+    def train(wrap: Wrap) -> Any:
+        checkpointed, found = wrap(fn), []
+        for size in range(12):
+            junk = [torch.rand(count) for count in (16, 80, 160, 320) for _ in range(size)]
+            del junk
+            x = leaf(4, 20)
+            backward(checkpointed(x * 2))
+            found.append(x.grad)
+        return found
+
+    check_program(Program(train, recomputations=12))
