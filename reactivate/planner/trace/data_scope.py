@@ -10,12 +10,12 @@ Numbers that follow from arguments alone (a mask made of token ids) decide nothi
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, UntypedStorage
 
@@ -39,7 +39,7 @@ class DataScope:
     def __init__(self, known: Iterable[Tensor] = (), state: Iterable[Tensor] = ()) -> None:
         self.paths: set[str] = set()
         self._shapes: set[tuple[int, ...]] = set()  # of tensors that are no such module's
-        self._given: dict[int, weakref.ref[UntypedStorage]] = {}  # memory whose numbers follow from arguments
+        self._given: WeakSet[UntypedStorage] = WeakSet()  # memory whose numbers follow from arguments
         own = set(map(id, state))
         for tensor in known:
             self._shapes.add(tuple(tensor.shape))
@@ -72,16 +72,13 @@ class DataScope:
                 self.paths.add(outer)
 
     def _is_given(self, tensor: Tensor) -> bool:
-        found = [self._given.get(id(storage)) for storage in storages_of(tensor)]
-        return all(known is not None and known() is not None for known in found)
+        return all(storage in self._given for storage in storages_of(tensor))
 
     def _follow(self, tensors: Iterable[Tensor], *, is_given: bool) -> None:
+        note = self._given.add if is_given else self._given.discard
         for tensor in tensors:
             for storage in storages_of(tensor):
-                if is_given:
-                    self._given[id(storage)] = weakref.ref(storage)
-                else:
-                    self._given.pop(id(storage), None)
+                note(storage)
 
 
 @dataclass(frozen=True)

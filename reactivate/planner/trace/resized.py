@@ -7,10 +7,10 @@ for the backward.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -28,13 +28,13 @@ class ResizedStorages:
 
     def __init__(self, tell: Callable[[int, int], None]) -> None:
         self._tell = tell
-        self._watched: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}  # and how large they were
-        self._touched: set[int] = set()  # since they were looked at
+        self._watched: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()  # and how large they were
+        self._touched: WeakSet[UntypedStorage] = WeakSet()  # since they were looked at
 
     @contextmanager
     def observed(self) -> Iterator[None]:
         """Inside, storages that are resized are taken down."""
-        resizes = StorageResizes(lambda storage: self._touched.add(id(storage)))
+        resizes = StorageResizes(self._touched.add)
         resizes.begin()
         try:
             yield
@@ -48,19 +48,14 @@ class ResizedStorages:
         for leaf in leaves_at_op(written_values(op, args, kwargs)):
             for storage in storages_of(leaf) if isinstance(leaf, Tensor) else ():
                 if id(storage) in own:
-                    self._touched.add(id(storage))
-                    self._watched.setdefault(id(storage), (weakref.ref(storage), int(storage.nbytes())))
-
-    def forget(self, key: int) -> None:
-        """A storage is gone."""
-        self._watched.pop(key, None)
+                    self._touched.add(storage)
+                    self._watched.setdefault(storage, int(storage.nbytes()))
 
     def look(self) -> None:
         """Tell the sizes of those that have another one than before."""
-        while self._touched:
-            key = self._touched.pop()
-            reference, before = self._watched.get(key, (None, 0))
-            storage = None if reference is None else reference()
-            if reference is not None and storage is not None and storage.nbytes() != before:
-                self._watched[key] = reference, int(storage.nbytes())
-                self._tell(key, int(storage.nbytes()))
+        touched = list(self._touched)
+        self._touched.clear()
+        for storage in touched:
+            if self._watched.get(storage, storage.nbytes()) != storage.nbytes():
+                self._watched[storage] = int(storage.nbytes())
+                self._tell(id(storage), int(storage.nbytes()))

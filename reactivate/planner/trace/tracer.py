@@ -225,7 +225,6 @@ class _Tracer(TorchDispatchMode):
         def leave(_: object) -> None:
             self._release(self._own.pop(key))
             self._storages.pop(key, None)
-            self.resized.forget(key)
 
         return leave
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import weakref
 from collections.abc import Hashable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -32,7 +32,7 @@ class ValueNames:
 
     def __init__(self, numbers: dict[Hashable, int], known: Iterable[Tensor]) -> None:
         self._numbers = numbers
-        self._storages: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
+        self._storages: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()
         for place, tensor in enumerate(known):
             self._name_new(tensor, "known", place)
 
@@ -53,12 +53,12 @@ class ValueNames:
         copied = _copied(op, args, result)
         if copied is not None:
             source, copy = copied
-            self._name(copy.untyped_storage(), self._name_of(source.untyped_storage(), source))
+            self._storages[copy.untyped_storage()] = self._name_of(source.untyped_storage(), source)
             return
         written = (leaf for leaf in leaves_at_op(written_values(op, args, kwargs)) if isinstance(leaf, Tensor))
         for place, tensor in enumerate(written):
             for part, storage in enumerate(storages_of(tensor)):
-                self._name(storage, self._number(("written", call, place, part)))
+                self._storages[storage] = self._number(("written", call, place, part))
         for place, leaf in enumerate(leaves_at_op(result)):
             if isinstance(leaf, Tensor):
                 self._name_new(leaf, "made", call, place)
@@ -76,20 +76,14 @@ class ValueNames:
         return self._number(("tensor", memory, _place_of(tensor)))
 
     def _name_of(self, storage: UntypedStorage, tensor: Tensor) -> int:
-        known = self._storages.get(id(storage))  # torch gives a storage one Python object for life
-        if known is not None and known[0]() is not None:
-            return known[1]
-        return self._name(storage, self._number(_contents_of(storage, tensor)))
+        if storage not in self._storages:  # torch gives a storage one Python object for life
+            self._storages[storage] = self._number(_contents_of(storage, tensor))
+        return self._storages[storage]
 
     def _name_new(self, tensor: Tensor, *origin: Hashable) -> None:
         for part, storage in enumerate(storages_of(tensor)):
-            known = self._storages.get(id(storage))
-            if known is None or known[0]() is None:
-                self._name(storage, self._number((*origin, part)))
-
-    def _name(self, storage: UntypedStorage, name: int) -> int:
-        self._storages[id(storage)] = weakref.ref(storage), name
-        return name
+            if storage not in self._storages:
+                self._storages[storage] = self._number((*origin, part))
 
     # -- what names stand for -----------------------------------------------------------------------------------------
 
