@@ -30,7 +30,7 @@ from torch._functorch import config as functorch_config
 
 import reactivate
 from reactivate.errors import PlanInfeasible
-from reactivate.planner.cost.measured import measured_peak
+from reactivate.planner.cost.stretches import measured_peak
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner
 from reactivate.planner.solve import Chain, Problem

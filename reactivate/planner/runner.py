@@ -19,7 +19,8 @@ from reactivate.errors import UsageError
 from reactivate.planner.budget import Budget
 from reactivate.planner.compiled import CompiledModules, check_compiled, uncompiled
 from reactivate.planner.contents import PlanContents
-from reactivate.planner.cost.measured import measured_peak, time_call
+from reactivate.planner.cost.measured import time_call
+from reactivate.planner.cost.stretches import measured_peak
 from reactivate.planner.progress import older_objects_left_out
 from reactivate.planner.step import BLOCKS, TrainingStep
 from reactivate.planner.target import Target

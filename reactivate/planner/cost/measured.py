@@ -12,7 +12,6 @@ another order.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,12 +20,13 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.profiler import profile, record_function
+from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate.planner.cost import roofline
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.cost.op_costs import Key, MeasuredCosts, op_key, result_sizes, without_strides
+from reactivate.planner.cost.stretches import profiled
 from reactivate.planner.progress import Tell
 from reactivate.planner.step import TrainingStep
 from reactivate.planner.target import Target, is_alone
@@ -123,30 +123,6 @@ def _watched(device: torch.device) -> Iterator[Callable[[], dict[int, int]]]:
         yield lambda: _tops(profiler)
 
 
-@contextmanager
-def profiled() -> Iterator[Any]:
-    """Profile, without the profiler's log on the terminal. Its events are read as they are: torch's own summary of them, and
-    a file of them, take a hundred times as long as the step.
-    """
-    is_set = _LOG_LEVEL in os.environ
-    os.environ.setdefault(_LOG_LEVEL, "6")  # read when the first profiler of a process starts
-    try:
-        with profile(profile_memory=True) as profiler:
-            yield profiler
-    finally:
-        if not is_set:
-            os.environ.pop(_LOG_LEVEL, None)
-
-
-_LOG_LEVEL = "KINETO_LOG_LEVEL"
-
-
-def _changes(profiler: Any) -> list[Any]:
-    """List what was allocated and freed, in order: events with a time, and bytes that may be negative."""
-    found = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-    return sorted(found, key=lambda event: int(event.start_ns()))
-
-
 def _tops(profiler: Any) -> dict[int, int]:
     """The most that was allocated in each op that `_Meter` marked, above what there was when it began.
 
@@ -182,24 +158,6 @@ _NUMBER_BYTES = 16  # of the largest: a complex one
 
 
 # -- a whole step -----------------------------------------------------------------------------------------------------
-
-
-def measured_peak(step: Callable[[], object], device: torch.device) -> int:
-    """The most that `step` allocates above what there is before it, for real."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-        before = torch.accelerator.memory_allocated()
-        torch.accelerator.reset_peak_memory_stats()
-        step()
-        torch.accelerator.synchronize()
-        return int(torch.accelerator.max_memory_allocated() - before)
-    with profiled() as profiler:
-        step()
-    live = top = 0
-    for event in _changes(profiler):
-        live += event.nbytes()
-        top = max(top, live)
-    return top
 
 
 def time_call(run: Callable[[], object], device: torch.device) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,9 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.profiler import record_function
-
-from reactivate.planner.cost.measured import profiled
+from torch.autograd.profiler import profile, record_function
 
 _MARK = "reactivate::moment "
 
@@ -44,6 +43,13 @@ def marked(device: torch.device, *, takes_memory: bool) -> AbstractContextManage
     if not takes_memory:
         return _timed(device)
     return _profiled() if device.type == "cpu" else _allocated()
+
+
+def measured_peak(step: Callable[[], object], device: torch.device) -> int:
+    """Return the most that `step` allocates above what there is before it, for real."""
+    with marked(device, takes_memory=True) as (_, stretches):
+        step()
+    return stretches[0].top_bytes
 
 
 @contextmanager
@@ -78,6 +84,24 @@ def _profiled() -> Iterator[Marked]:
     with profiled() as profiler:
         yield mark, found
     found += _between_marks(profiler)
+
+
+@contextmanager
+def profiled() -> Iterator[Any]:
+    """Profile, without the profiler's log on the terminal. Its events are read as they are: torch's own summary of them, and
+    a file of them, take a hundred times as long as the step.
+    """
+    is_set = _LOG_LEVEL in os.environ
+    os.environ.setdefault(_LOG_LEVEL, "6")  # read when the first profiler of a process starts
+    try:
+        with profile(profile_memory=True) as profiler:
+            yield profiler
+    finally:
+        if not is_set:
+            os.environ.pop(_LOG_LEVEL, None)
+
+
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 def _between_marks(profiler: Any) -> Iterator[Stretch]:
