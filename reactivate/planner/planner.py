@@ -171,11 +171,8 @@ class Planner:
             )
             self.profile = replace(self.profile, is_predicted=True)
             return plain
-        handle = apply(self.step.model, policy)
-        try:
+        with apply(self.step.model, policy):
             measured = measure_step(self.step, self.target, self._tell)
-        finally:
-            handle.remove()
         self.profile = replace(self.profile, costs=measured.costs, uncertainty=measured.uncertainty)
         priced = measured.costs.priced(plain, costs) if isinstance(costs, RooflineCosts) else None
         plain = self._simulator.run({}, measured.costs) if priced is None else priced
@@ -376,13 +373,10 @@ class Planner:
             offered=tuple(map(repr, self._storages.values())),
             live=self._storages,
             uncertainty=self.profile.uncertainty,
-            runner=self._runner,
+            runner=StepRunner(
+                self.step, self.target, self.profile.costs, not self._ranks.is_alone, self.plan, self.smallest_bytes
+            ),
         )
-
-    @property
-    def _runner(self) -> StepRunner:
-        is_shared = not self._ranks.is_alone
-        return StepRunner(self.step, self.target, self.profile.costs, is_shared, self.plan, self.smallest_bytes)
 
     def _circumstances(self) -> Circumstances:
         step, facts, units = self.step, self._facts, self._units_of_model

@@ -88,12 +88,10 @@ def simulate(
         rehearsal: of the storage that the policy uses.
         watch: called after each op with the bytes that are alive; it may raise.
     """
-    with ExitStack() as stack:
-        stack.callback(apply(step.model, policy).remove)
-        run, known = stack.enter_context(on_tensors(step, device, answers, is_real=is_real))
-        given = None if is_real else answers
-        options: dict[str, Any] = {"count_functions": count_functions, "rehearsal": rehearsal, "watch": watch}
-        trace = stack.enter_context(traced(units, known, costs, model=step.model, answers=given, **options))
+    options: dict[str, Any] = {"count_functions": count_functions, "rehearsal": rehearsal, "watch": watch}
+    options |= {"model": step.model, "answers": None if is_real else answers}
+    on = on_tensors(step, device, answers, is_real=is_real)
+    with apply(step.model, policy), on as (run, known), traced(units, known, costs, **options) as trace:
         trace.is_real = is_real
         run()
     return trace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from reactivate.errors import UsageError
 
 Loss = Callable[[Any], Tensor]
 MakeGradient = Callable[[Tensor], Tensor]
+Running = AbstractContextManager[tuple[Callable[[], None], list[Tensor]]]
 BLOCKS = "blocks"
 """What `compiled=` says of a model each of whose blocks is compiled."""
 UNLABELLED = "the sum of the model's output, whose .loss is None"
@@ -150,13 +151,12 @@ class TrainingStep:
         Args:
             watch: called in place of the step, with the step.
         """
-        gradients = self._gradients(torch.zeros_like)
-        with self._put_back(self.args, dict(self.kwargs or {})), _with_gradients(self._trained(), gradients):
+        with self._on(None, torch.zeros_like) as (run, _):
             for _ in range(times):
                 if watch is None:
-                    self._run(self.args, dict(self.kwargs or {}))
+                    run()
                 else:
-                    watch(lambda: self._run(self.args, dict(self.kwargs or {})))
+                    watch(run)
 
     @contextmanager
     def observed(self, tell: Callable[[StepFacts], None]) -> Iterator[None]:
@@ -202,17 +202,13 @@ class TrainingStep:
         """The bytes of all gradients on this rank."""
         return self.layouts.count_bytes(self._trained(), padded_sizes(self.model.modules()))
 
-    @contextmanager
-    def on_fakes(self, device: torch.device) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
-        """The step on fake tensors: yields what runs it, and the tensors that are there before it."""
-        with self._after_another(functools.partial(self._on_fakes, device), torch.empty_like) as found:
-            yield found
+    def on_fakes(self, device: torch.device) -> Running:
+        """Return the step on fake tensors: a context that yields what runs it, and the tensors that are there before it."""
+        return self._after_another(functools.partial(self._on, device), torch.empty_like)
 
-    @contextmanager
-    def on_values(self) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
-        """As `on_fakes`, with the tensors themselves: what the step computes decides what it does."""
-        with self._after_another(self._on_values, torch.zeros_like) as found:
-            yield found
+    def on_values(self) -> Running:
+        """Return the same with the tensors themselves: what the step computes decides what it does."""
+        return self._after_another(functools.partial(self._on, None), torch.zeros_like)
 
     @contextmanager
     def _after_another(self, on: Callable[..., Any], make: MakeGradient) -> Iterator[Any]:
@@ -228,22 +224,17 @@ class TrainingStep:
             yield found
 
     @contextmanager
-    def _on_fakes(self, device: torch.device, make: MakeGradient | None) -> Iterator[Any]:
-        kwargs = dict(self.kwargs or {})
+    def _on(self, device: torch.device | None, make: MakeGradient | None) -> Iterator[Any]:
+        """The step on fake tensors of a device; None: on the tensors themselves."""
+        args, kwargs = self.args, dict(self.kwargs or {})
         with ExitStack() as stack:
-            reach = stack.enter_context(self._put_back(self.args, kwargs))
-            args, kwargs = stack.enter_context(faked(self.model, self.args, kwargs, device, self.known, reach))
-            prepare_sharding(self.model.modules())  # which fills up uneven parts: not in the step
-            stack.enter_context(_with_gradients(self._trained(), self._gradients(make)))
+            reach = stack.enter_context(self._put_back(args, kwargs))
+            if device is not None:
+                args, kwargs = stack.enter_context(faked(self.model, args, kwargs, device, self.known, reach))
+                prepare_sharding(self.model.modules())  # which fills up uneven parts: not in the step
+            stack.enter_context(_with_gradients(self._trained(), self.layouts.made(self._trained(), make)))
             known = [*_state_of(self.model), *leaves_of("args", (args, kwargs)).values()]
             yield lambda: self._run(args, kwargs), known
-
-    @contextmanager
-    def _on_values(self, make: MakeGradient | None) -> Iterator[Any]:
-        kwargs = dict(self.kwargs or {})
-        with self._put_back(self.args, kwargs), _with_gradients(self._trained(), self._gradients(make)):
-            known = [*_state_of(self.model), *leaves_of("args", (self.args, kwargs)).values()]
-            yield lambda: self._run(self.args, kwargs), known
 
     @contextmanager
     def _put_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
@@ -262,9 +253,6 @@ class TrainingStep:
             stack.enter_context(_refusing_optimizers())
             stack.enter_context(called(self.caller))
             yield states[0].reach
-
-    def _gradients(self, make: MakeGradient | None) -> Sequence[Tensor | None]:
-        return self.layouts.made(self._trained(), make)
 
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
