@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,10 @@ def test_the_way_to_a_disk_is_measured_once_in_both_directions(tmp_path: Path, m
     order: list[str] = []
     copies = links._disk_copies
 
+    @contextmanager
     def logged(path: str, device: torch.device) -> Any:
-        out, back, end = copies(path, device)
-        return lambda: (order.append("out"), out()), lambda: (order.append("back"), back()), end
+        with copies(path, device) as (out, back):
+            yield lambda: (order.append("out"), out()), lambda: (order.append("back"), back())
 
     monkeypatch.setattr(links, "_disk_copies", logged)
     found = link_between(Disk(str(tmp_path)), torch.device("cpu"))

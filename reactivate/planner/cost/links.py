@@ -6,7 +6,8 @@ import functools
 import math
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -72,11 +73,8 @@ def link_between(storage: Any, device: torch.device) -> Link:
 
 @functools.cache
 def _measured(path: str | None, device: torch.device) -> Link:
-    copies = _host_copies(device) if path is None else _disk_copies(path, device)
-    try:
-        out, back = _of_several(*copies[:2])
-    finally:
-        copies[2]()
+    with _host_copies(device) if path is None else _disk_copies(path, device) as copies:
+        out, back = _of_several(*copies)
     storage: Any = Host(least_bytes=0) if path is None else Disk(path, least_bytes=0)
     return Link(_PROBE_BYTES / out, _PROBE_BYTES / back, _tensor_seconds(storage, device))
 
@@ -93,15 +91,17 @@ def _of_several(out: Callable[[], object], back: Callable[[], object]) -> tuple[
     return max(statistics.median(seconds[0]), 1e-9), max(statistics.median(seconds[1]), 1e-9)
 
 
-Copies = tuple[Callable[[], object], Callable[[], object], Callable[[], None]]
+Copies = tuple[Callable[[], object], Callable[[], object]]
 
 
-def _host_copies(device: torch.device) -> Copies:
-    """Return functions that copy to the host, copy back, and end it."""
+@contextmanager
+def _host_copies(device: torch.device) -> Iterator[Copies]:
+    """Yield functions that copy to the host, and back."""
     run = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=device)
     if not has_streams(device):
         there = run.to("cpu")
-        return functools.partial(run.to, "cpu"), functools.partial(there.to, device), _nothing
+        yield functools.partial(run.to, "cpu"), functools.partial(there.to, device)
+        return
     streams, slabs = CopyStreams(device), Slabs(device.type, _PROBE_BYTES)
     slab = slabs.take(_PROBE_BYTES)
     assert slab is not None
@@ -115,15 +115,16 @@ def _host_copies(device: torch.device) -> Copies:
         _, slab.last = streams.bring_back(memory, current_stream(device))
         slab.last.synchronize()
 
-    def end() -> None:
+    try:
+        yield out, back
+    finally:
         slabs.give_back(slab)
         slabs.clear()
 
-    return out, back, end
 
-
-def _disk_copies(path: str, device: torch.device) -> Copies:
-    """Return functions that write to the disk, read from it, and end it; with the way from the device to the host."""
+@contextmanager
+def _disk_copies(path: str, device: torch.device) -> Iterator[Copies]:
+    """Yield functions that write to the disk, and read from it, with the way from the device to the host."""
     run = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=device)
     file = DiskFile(path, None, os.getpid())
     area = file.take(_PROBE_BYTES)
@@ -137,7 +138,7 @@ def _disk_copies(path: str, device: torch.device) -> Copies:
         file.read(area, there)
         there.to(device)
 
-    return out, back, _nothing  # the file goes when these are let go
+    yield out, back  # the file goes when these are let go
 
 
 def _tensor_seconds(storage: Any, device: torch.device) -> float:
@@ -151,7 +152,3 @@ def _tensor_seconds(storage: Any, device: torch.device) -> float:
         return (perf_counter() - began) / _TENSORS / 2
 
     return statistics.median(once() for _ in range(_ROUNDS))
-
-
-def _nothing() -> None:
-    """End nothing."""
