@@ -167,6 +167,12 @@ class Replaced:
                     delattr(owner, name) if original is _INHERITED else setattr(owner, name, original)
             return not self._users
 
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
 
 _INHERITED = object()
 """What was there of an attribute that a base class has."""

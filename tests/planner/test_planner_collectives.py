@@ -95,7 +95,7 @@ def test_a_rank_sends_all_but_its_own_part() -> None:
 
 def test_what_runs_in_another_stream_costs_what_compute_waits_for() -> None:
     clock, other = StreamClock(), torch.cpu.Stream()
-    with clock.running():
+    with clock.orders:
         with torch.cpu.stream(other):
             assert current_stream() is other
             assert clock.ran(3.0, "a group") == 0.0

@@ -7,8 +7,7 @@ for the backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -24,22 +23,16 @@ class ResizedStorages:
 
     Args:
         tell: called with the id of a storage and the bytes that it has.
+
+    Attributes:
+        resizes: a context in which it is told of storages that are resized.
     """
 
     def __init__(self, tell: Callable[[int, int], None]) -> None:
         self._tell = tell
         self._watched: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()  # and how large they were
         self._touched: WeakSet[UntypedStorage] = WeakSet()  # since they were looked at
-
-    @contextmanager
-    def observed(self) -> Iterator[None]:
-        """Inside, storages that are resized are taken down."""
-        resizes = StorageResizes(self._touched.add)
-        resizes.begin()
-        try:
-            yield
-        finally:
-            resizes.end()
+        self.resizes = StorageResizes(self._touched.add)
 
     def watch(self, op: Any, args: Any, kwargs: Any, own: Container[int]) -> None:
         """An op has run: if it has written to storages of the step's own outside of autograd, look at these from now on."""

@@ -10,8 +10,6 @@ The program itself is taken to be ahead of the device, as it is where ops are la
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from reactivate._torch.streams import StreamOrders, current_stream
@@ -21,25 +19,17 @@ class StreamClock:
     """Clocks of streams and process groups, all at 0.
 
     Attributes:
+        orders: a context in which it is told what streams wait for.
         collective_seconds: what collectives took so far.
         waited_seconds: what of that compute has waited for.
     """
 
     def __init__(self) -> None:
+        self.orders = StreamOrders(self._recorded, self._waits)
         self.collective_seconds = self.waited_seconds = 0.0
         self._compute = current_stream()
         self._now: defaultdict[Any, float] = defaultdict(float)  # by stream, event, or name of a process group
         self._told = 0.0  # of the time of compute
-
-    @contextmanager
-    def running(self) -> Iterator[StreamClock]:
-        """Inside, streams are observed."""
-        orders = StreamOrders(self._recorded, self._waits)
-        orders.begin()
-        try:
-            yield self
-        finally:
-            orders.end()
 
     def ran(self, seconds: float, group: str = "") -> float:
         """Return by how much the step is longer with an op than without: its time, and what compute has waited before it.

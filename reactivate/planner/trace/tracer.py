@@ -116,8 +116,8 @@ def traced(
         ):
             stack.callback(handle.remove)
         if tracer.clock is not None:
-            stack.enter_context(tracer.clock.running())
-        stack.enter_context(tracer.resized.observed())
+            stack.enter_context(tracer.clock.orders)
+        stack.enter_context(tracer.resized.resizes)
         stack.enter_context(observed_by(tracer))
         stack.enter_context(layouts_unseen())
         stack.enter_context(tracer)
