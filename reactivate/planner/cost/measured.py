@@ -13,7 +13,7 @@ another order.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
@@ -200,7 +200,10 @@ def measure_step(step: TrainingStep, target: Target, tell: Tell) -> MeasuredStep
     most = MOST_LOOKS if is_alone() else LEAST_LOOKS  # ranks that run together look equally often
     while len(samples) < LEAST_LOOKS or (len(samples) < most and implausible(samples)):
         tell("the step runs, for what its ops cost")
-        step.run_for_real(watch=lambda run: samples.append(_sample(run, target, takes_memory=not samples)))
+        # Memory is looked at only once, since a profiler takes time, and an op the same memory each time.
+        step.run_for_real(
+            watch=lambda run: samples.append(measure(run, target.device, target.spec, takes_memory=not samples))
+        )
     tell("the step runs, for its time")
     seconds: list[float] = []
     step.run_for_real(TIMED, watch=lambda run: seconds.append(time_call(run, target.device)))
@@ -208,11 +211,6 @@ def measure_step(step: TrainingStep, target: Target, tell: Tell) -> MeasuredStep
     costs = MeasuredCosts(target.spec, target.rounding, best_costs(samples), modelled)
     again = max(seconds) / min(seconds) - 1 if min(seconds) else 0.0
     return MeasuredStep(costs, min(seconds), max(again, time_uncertainty(samples)))
-
-
-def _sample(run: Callable[[], object], target: Target, *, takes_memory: bool) -> Sample:
-    """Look at one run: at memory only once, since a profiler takes time, and an op the same memory each time."""
-    return measure(run, target.device, target.spec, takes_memory=takes_memory)
 
 
 def best_costs(samples: Sequence[Sample]) -> dict[Key, Cost]:
@@ -256,7 +254,7 @@ def implausible(samples: Sequence[Sample]) -> set[Key]:
     """
     looks = list(_looks(samples))
     least = MATTERS * sum(count * times[0] for _, count, times in looks)
-    fastest: dict[Key, float] = {}
+    fastest: dict[Hashable, float] = {}
     for key, _, times in looks:
         twins = without_strides(key)
         fastest[twins] = min(times[0], fastest.get(twins, times[0]))

@@ -126,15 +126,11 @@ def _family_of(key: Key) -> Key:
     return (op, *kinds)
 
 
-def without_strides(key: Key) -> Key:
+def without_strides(key: Hashable) -> Hashable:
     """Return what ops have in common whose tensors have the same shapes, and may lie in another order."""
-    return tuple(_without_strides(item) for item in key)
-
-
-def _without_strides(item: Hashable) -> Hashable:
-    if isinstance(item, _TensorFacts):
-        return item._replace(stride=None)
-    return tuple(map(_without_strides, item)) if isinstance(item, tuple) else item
+    if isinstance(key, _TensorFacts):
+        return key._replace(stride=None)
+    return tuple(map(without_strides, key)) if isinstance(key, tuple) else key
 
 
 def _shapes_in(key: Key) -> list[tuple[int, ...]]:
