@@ -238,7 +238,7 @@ class Planner:
         least = dict.fromkeys(self.units, FULL)  # what that needs is known exactly
         self.table.enter(self.attempt(least)[1], least)
         self.menus = self._ranks.gather(self._list_menus())[0]  # times differ by rank
-        rounds = plan_rounds(self.units, self.menus, self.table)
+        rounds = plan_rounds(self.menus, self.table)
         for number, candidates in enumerate(rounds, start=1):
             way = "simulated" if self._compiled is None else "compiled"
             self._tell(f"policies, {way}: {number} of {len(rounds)}")
@@ -282,7 +282,7 @@ class Planner:
         found = []
         for offer in [offer_of(name, storage, self.target) for name, storage in self._storages.items()]:
             at_once = functools.partial(self.attempt, offer=offer, at_once=True)
-            menus = storage_menus(offer, self.units, self.menus, self.table, at_once, self._tell)
+            menus = storage_menus(offer, self.menus, self.table, at_once, self._tell)
             attempt = functools.partial(self.attempt, offer=offer)
             found.append(Search(self.table, menus, attempt, self.plain_seconds, offer=offer))
         return tuple(found)

@@ -331,14 +331,12 @@ class SharedSearch:
 Menus = dict[str, tuple[Candidate, ...]]
 
 
-def storage_menus(
-    offer: Offer, units: Mapping[str, Module], menus: Menus, table: CandidateTable, attempt: Attempt, tell: Tell
-) -> Menus:
+def storage_menus(offer: Offer, menus: Menus, table: CandidateTable, attempt: Attempt, tell: Tell) -> Menus:
     """Return the candidates of units, with those that keep tensors in a storage, and enter what these come to into `table`.
 
     Args:
         offer: the storage; the sizes of tensors that it may take are entered into it.
-        units, menus: the units by their paths, and their candidates without a storage.
+        menus: the candidates of units without a storage, by their paths.
         attempt: traces a step in which the storage lets go and brings back at once.
 
     Raises:
@@ -346,7 +344,7 @@ def storage_menus(
     """
     more = {path: moving(menu, offer.name) for path, menu in menus.items()}
     failed: set[tuple[str, Candidate]] = set()
-    rounds = [candidates for candidates in plan_rounds(units, more, table) if candidates]
+    rounds = [candidates for candidates in plan_rounds(more, table) if candidates]
     for number, candidates in enumerate(rounds, start=1):
         tell(f"policies with {offer.name}, simulated: {number} of {len(rounds)}")
         trace, summary = attempt(candidates)

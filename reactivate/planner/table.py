@@ -82,15 +82,10 @@ def summarize(trace: Trace, scale: float, overhead: Overhead, seen_functions: Ma
         return TraceSummary((), (), (trace.peak_bytes,))
     paths = tuple(call.path for call in longest)
     same = [found for found, turn in zip(passes, trace.calls) if tuple(call.path for call in turn) == paths]
+    columns = (zip(*rows) for rows in zip(*same))
     positions = [
-        _AtPosition(
-            max(row.held for row in rows),
-            max(row.need for row in rows),
-            scale * sum(row.seconds for row in rows),
-            scale * sum(row.forward for row in rows),
-            max(row.start for row in rows),
-        )
-        for rows in zip(*same)
+        _AtPosition(max(held), max(need), scale * sum(seconds), scale * sum(forward), max(start))
+        for held, need, seconds, forward, start in columns
     ]
     calls = []
     for call, at in zip(longest, positions[1::2]):
@@ -241,37 +236,34 @@ class CandidateTable:
 
     # -- units that share what was found ------------------------------------------------------------------------------
 
-    def block_class(self, path: str) -> object:
-        """Return what a unit has in common with those that share what was found: `block_class`, and how many calls."""
-        return self._classes[path]
+    def groups(self) -> Iterator[list[str]]:
+        """Yield the units that share what is found: those of a class that are many, or come to the same; else each alone.
 
-    def are_alike(self, paths: Sequence[str]) -> bool:
-        """Return whether units of one class come to the same in the plain step, and where everything is recomputed."""
+        They come to the same if they do in the plain step, and where everything is recomputed.
+        """
+        classes: dict[object, list[str]] = {}
+        for path, kind in self._classes.items():
+            classes.setdefault(kind, []).append(path)
         calls = list(zip(self.plain.paths, self.plain.calls))
-        plain = {path: tuple(call for name, call in calls if name == path) for path in paths}
-        return len({(plain[path], self.change(path, FULL)) for path in paths}) == 1
+        for members in classes.values():
+            plain = [tuple(call for name, call in calls if name == path) for path in members]
+            figures = set(zip(plain, (self.change(path, FULL) for path in members)))
+            is_shared = len(members) >= REPEATED or len(figures) == 1
+            yield from [members] if is_shared else [[member] for member in members]
 
 
-def plan_rounds(
-    units: Mapping[str, Module], menus: Mapping[str, Sequence[Candidate]], table: CandidateTable
-) -> list[dict[str, Candidate]]:
+def plan_rounds(menus: Mapping[str, Sequence[Candidate]], table: CandidateTable) -> list[dict[str, Candidate]]:
     """List the steps to trace, beside that in which every unit is recomputed: a candidate for each unit in each.
 
     Args:
-        units: the units that are called.
-        menus: the candidates of each; `KEEP` needs no step.
+        menus: the candidates of each unit; `KEEP` needs no step.
         table: has the plain step, and that in which every unit is recomputed.
     """
-    classes: dict[object, list[str]] = {}
-    for path in units:
-        classes.setdefault(table.block_class(path), []).append(path)
     rounds: list[dict[str, Candidate]] = []
-    for members in classes.values():
-        is_shared = len(members) >= REPEATED or table.are_alike(members)
-        for group in [members] if is_shared else [[member] for member in members]:
-            tries = [item for item in menus[group[0]] if item not in (KEEP, FULL)]
-            for number, start in enumerate(range(0, len(tries), len(group))):
-                if number == len(rounds):
-                    rounds.append({})
-                rounds[number].update(zip(group, tries[start : start + len(group)]))
+    for group in table.groups():
+        tries = [item for item in menus[group[0]] if item not in (KEEP, FULL)]
+        for number, start in enumerate(range(0, len(tries), len(group))):
+            if number == len(rounds):
+                rounds.append({})
+            rounds[number].update(zip(group, tries[start : start + len(group)]))
     return rounds

@@ -197,7 +197,7 @@ def test_every_candidate_is_tried_on_every_unit_or_on_an_equal_one(
     units = {f"blocks.{number}": Block(8) for number in range(count)}
     menus = {path: list_candidates(unit, OPS) for path, unit in units.items()}
     table = table_of(units, [5] * (count - 1) + [last_bytes], [2.0] * (count - 1) + [last_seconds])
-    rounds = plan_rounds(units, menus, table)
+    rounds = plan_rounds(menus, table)
     tried = {(path, item.name) for candidates in rounds for path, item in candidates.items()}
     if count < 4 and (last_bytes, last_seconds) != (5, 2.0):
         assert tried == {(path, item.name) for path, menu in menus.items() for item in menu if item not in (KEEP, FULL)}
