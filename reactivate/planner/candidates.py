@@ -171,8 +171,19 @@ def _work_of(module: Module) -> int:
 # -- as a policy ------------------------------------------------------------------------------------------------------
 
 
+class OfPlanner(ReadyMade):
+    """A policy of the planner: in its trials and measurements no checksums take memory and time."""
+
+    def _default_check(self) -> Literal["metadata"]:
+        return "metadata"
+
+    @property
+    def _may_match_nothing(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True, repr=False)
-class Assignment(ReadyMade):
+class Assignment(OfPlanner):
     """A candidate for each unit, as a policy. Units that are not named are kept.
 
     Args:
@@ -195,9 +206,6 @@ class Assignment(ReadyMade):
 
     def __hash__(self) -> int:
         return hash(tuple(self.candidates.items()))
-
-    def _default_check(self) -> Literal["metadata"]:
-        return "metadata"  # as a plan: in its trials and measurements no checksums take memory and time
 
     def __repr__(self) -> str:
         return written("Assignment", dict(self.candidates))
@@ -235,13 +243,9 @@ class Assignment(ReadyMade):
     def _spans(self) -> tuple[str, ...]:
         return tuple(path for path in self.candidates if SpanPlace.of(path) is not None)
 
-    @property
-    def _may_match_nothing(self) -> bool:
-        return True
-
 
 @dataclass(frozen=True, repr=False)
-class _InsideUnit(ReadyMade):
+class _InsideUnit(OfPlanner):
     """The policy inside of one unit: regions with nothing to save have no policy to ask."""
 
     unit: str
@@ -263,10 +267,6 @@ class _InsideUnit(ReadyMade):
     def _interest(self) -> Interest:
         candidate = self.candidate
         return Interest(candidate.seen_ops, modules=bool(candidate.save_modules), paths=bool(candidate.save_calls))
-
-    @property
-    def _may_match_nothing(self) -> bool:
-        return True
 
 
 def join(path: str, below: str) -> str:

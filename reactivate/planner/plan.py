@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import repeat
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -24,20 +24,20 @@ from reactivate._text.saving import Saved
 from reactivate._types import Action, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import parse
-from reactivate.planner.candidates import Assignment
+from reactivate.planner.candidates import Assignment, OfPlanner
 from reactivate.planner.contents import Decision, PlanContents, StorageUse
 from reactivate.planner.offload import storages_in
 from reactivate.planner.runner import Measurement, StepRunner
 from reactivate.planner.text import html, text
 from reactivate.planner.units import bucket_bytes, find_units, module_class_name, parameter_digest
 from reactivate.planner.watches import watching_loaded
-from reactivate.policies._base import Interest, ReadyMade
+from reactivate.policies._base import Interest
 
 VERSION = 1
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(PlanContents, ReadyMade, Saved):
+class Plan(PlanContents, OfPlanner, Saved):
     """A policy that fits a step into a budget: give it to `apply`. Printed, it is a table; its figures are attributes.
 
     It has all attributes of `PlanContents`, and two more that a file has not.
@@ -60,9 +60,6 @@ class Plan(PlanContents, ReadyMade, Saved):
     def assignment(self) -> Assignment:
         """The policy itself."""
         return Assignment({decision.path: decision.candidate for decision in self.decisions}, self.live)
-
-    def _default_check(self) -> Literal["metadata"]:
-        return "metadata"
 
     def __call__(self, site: Site) -> Action | None:
         return self.assignment(site)
@@ -97,10 +94,6 @@ class Plan(PlanContents, ReadyMade, Saved):
 
     def _spans(self) -> tuple[str, ...]:
         return self.assignment._spans()
-
-    @property
-    def _may_match_nothing(self) -> bool:
-        return True
 
     @property
     def _is_found(self) -> bool:

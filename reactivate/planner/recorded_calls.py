@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,14 @@ from reactivate._torch.modules import without_reducing
 from reactivate._torch.ops import flatten
 from reactivate._types import Action, Recompute, Save, Site
 from reactivate.planner.call_values import RecordedCall
-from reactivate.planner.candidates import Assignment, CallName, is_torchs_leaf, join, name_of_function_call
+from reactivate.planner.candidates import (
+    Assignment,
+    CallName,
+    OfPlanner,
+    is_torchs_leaf,
+    join,
+    name_of_function_call,
+)
 from reactivate.planner.trace.records import Costs
 from reactivate.policies._base import Interest, ReadyMade
 
@@ -92,7 +99,7 @@ class _UpToBackward(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _SaveAll(ReadyMade):
+class _SaveAll(OfPlanner):
     """Saves every call in some units, and knows which one it was asked about last."""
 
     def __init__(self, recorded: Mapping[str, Module], units: Collection[str], functions: frozenset[str]) -> None:
@@ -121,18 +128,11 @@ class _SaveAll(ReadyMade):
         self.asked = name_of_function_call(site, unit)
         return Save()
 
-    def _default_check(self) -> Literal["metadata"]:
-        return "metadata"
-
     def _interest(self) -> Interest:
         return Interest(self._functions, modules=True, paths=True)
 
     def _inside(self, path: str) -> ReadyMade:
         return self if path in self._recorded else Assignment({})
-
-    @property
-    def _may_match_nothing(self) -> bool:
-        return True
 
 
 class _Recorder(TorchDispatchMode):
