@@ -181,10 +181,9 @@ class AdaptivePlan(PerCall):
 
     def enter(self, shapes: CallShapes, plan: Plan) -> None:
         """Take in the plan for a batch."""
-        candidates = {decision.path: decision.candidate for decision in plan.decisions}
         seconds = plan.predicted.seconds - plan.plain.seconds
-        peaks = plan.plain.peak_bytes, plan.predicted.peak_bytes
-        self._known[shapes] = ShapePlan(shapes, candidates, *peaks, True, seconds, plan.planning_seconds)
+        known = plan.assignment.candidates, plan.plain.peak_bytes, plan.predicted.peak_bytes
+        self._known[shapes] = ShapePlan(shapes, *known, True, seconds, plan.planning_seconds)
 
     # -- the plans of classes -----------------------------------------------------------------------------------------
 

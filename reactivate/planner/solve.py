@@ -43,10 +43,7 @@ Item = TypeVar("Item")
 
 
 class Infeasible(Exception):
-    """No choice of a chain fits the budget."""
-
-    def __init__(self, chain: Chain) -> None:
-        super().__init__(chain)
+    """No choice of a chain fits the budget: the chain is its argument."""
 
     @cached_property
     def least_bytes(self) -> int:

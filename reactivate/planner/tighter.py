@@ -23,7 +23,7 @@ from reactivate._text.words import counted
 from reactivate.errors import PlanInfeasible
 from reactivate.planner.adaptive import AdaptivePlan
 from reactivate.planner.budget import parse
-from reactivate.planner.candidates import FULL, Candidate
+from reactivate.planner.candidates import FULL
 from reactivate.planner.contents import Decision
 from reactivate.planner.plan import Plan
 from reactivate.planner.units import find_units, module_class_name, parameter_digest
@@ -100,7 +100,7 @@ class Ladder:
             is_made = found is not None
             if found is not None:
                 found = found if model is None else with_unseen(found, model)
-                if not _candidates_of(found).items() <= _candidates_of(plan).items():
+                if not found.assignment.candidates.items() <= plan.assignment.candidates.items():
                     return found
         if is_made and least_bytes is not None:
             raise NoTighterPlan(self._nothing_left())
@@ -161,10 +161,6 @@ def _at(plan: Plan, budget_bytes: int) -> Plan:
         return plan.at(budget_bytes)
     except PlanInfeasible:
         return plan
-
-
-def _candidates_of(plan: Plan) -> dict[str, Candidate]:
-    return {decision.path: decision.candidate for decision in plan.decisions}
 
 
 def let_go(error: BaseException | None) -> None:
