@@ -48,7 +48,7 @@ class RealAnswers:
             known: the tensors that are there before it.
         """
         names = ValueNames(self._numbers, known)
-        with _RecordMode(names, self._enter), _ReadMode(names, self._enter):
+        with _RecordMode(names, self), _ReadMode(names, self):
             yield
 
     @contextmanager
@@ -60,25 +60,27 @@ class RealAnswers:
         """
         names = ValueNames(self._numbers, known)
         has_arrays = any(isinstance(item, _Value) and isinstance(item.identity, bytes) for item in self._found.values())
-        arrays = _ArrayMode(names, self._answer) if has_arrays else nullcontext()  # a mode costs each function
-        with _AnswerMode(names, self._answer, self._as_real), arrays:
+        arrays = _ArrayMode(names, self) if has_arrays else nullcontext()  # a mode costs each function
+        with _AnswerMode(names, self), arrays:
             try:
                 yield
             finally:
                 self.tell = None
 
-    def _enter(self, call: int, result: Any) -> None:
+    def enter(self, call: int, result: Any) -> None:
+        """Take down what a real call has returned."""
         if self._found.setdefault(call, result) != result:  # random numbers have led to both
             self._found[call] = None
 
-    def _answer(self, call: int, *, is_of_data: bool = True) -> Any:
+    def answer(self, call: int, *, is_of_data: bool = True) -> Any:
+        """Return what a real call has returned; None if it is not known, or not always the same."""
         found = self._found.get(call)
         self.are_used |= found is not None
         if found is not None and is_of_data and self.tell is not None:
             self.tell()
         return found
 
-    def _as_real(self, call: int, result: Any) -> Any:
+    def as_real(self, call: int, result: Any) -> Any:
         """Return what a fake call has returned, with the strides of the real result where its own are others."""
         found = self._found.get(call)
         is_other = isinstance(found, _Result) and isinstance(result, Tensor) and found.differs_in_strides(result)
@@ -88,43 +90,40 @@ class RealAnswers:
 # -- modes ------------------------------------------------------------------------------------------------------------
 
 
-class _RecordMode(TorchDispatchMode):
-    def __init__(self, names: ValueNames, enter: Callable[[int, Any], None]) -> None:
-        super().__init__()
-        self._names = names
-        self._enter = enter
+class _Mode:
+    """What all modes have: the names of values, and the answers that are taken down or given."""
 
+    def __init__(self, names: ValueNames, answers: RealAnswers) -> None:
+        super().__init__()
+        self._names, self._answers = names, answers
+
+
+class _RecordMode(_Mode, TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         call = self._names.call(func, args, kwargs)
         result = func(*args, **kwargs)
         self._names.made(call, func, args, kwargs, result)
         if not returns_arguments(func):
-            self._enter(call, _described(result))
+            self._answers.enter(call, _described(result))
         return result
 
 
-class _AnswerMode(TorchDispatchMode):
-    def __init__(self, names: ValueNames, answer: Callable[..., Any], as_real: Callable[[int, Any], Any]) -> None:
-        super().__init__()
-        self._names = names
-        self._answer = answer
-        self._as_real = as_real
-
+class _AnswerMode(_Mode, TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
             return device_of(args[0])
         call = self._names.call(func, args, kwargs)
         try:
-            result = self._as_real(call, func(*args, **kwargs))
+            result = self._answers.as_real(call, func(*args, **kwargs))
         except Exception as error:
             if not lacks_values(error):
                 raise
             fakes = [leaf for leaf in leaves_at_op((args, kwargs)) if isinstance(leaf, FakeTensor)]
             # Torch says so of its own ops; any other may.
             is_of_data = isinstance(error, NEEDS_NUMBERS) or func.namespace != "aten"
-            described = self._answer(call, is_of_data=is_of_data) if fakes else None
+            described = self._answers.answer(call, is_of_data=is_of_data) if fakes else None
             if described is None:
                 raise
             result = _made(described, fakes[0])
@@ -132,32 +131,25 @@ class _AnswerMode(TorchDispatchMode):
         return result
 
 
-class _ReadMode(TorchFunctionMode):
+class _ReadMode(_Mode, TorchFunctionMode):
     """Sees what Python reads of tensors without an op: lists and arrays."""
-
-    def __init__(self, names: ValueNames, enter: Callable[[int, Any], None]) -> None:
-        self._names = names
-        self._enter = enter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is Tensor.tolist:
             _read_one_by_one(args[0])
         elif func in _ARRAYS:
-            self._enter(self._names.call(func, args, kwargs or {}), _Value(result.copy(), result.tobytes()))
+            call = self._names.call(func, args, kwargs or {})
+            self._answers.enter(call, _Value(result.copy(), result.tobytes()))
         return result
 
 
-class _ArrayMode(TorchFunctionMode):
+class _ArrayMode(_Mode, TorchFunctionMode):
     """Gives arrays to what reads them outside of recomputations, which torch runs without function modes."""
-
-    def __init__(self, names: ValueNames, answer: Callable[[int], Any]) -> None:
-        self._names = names
-        self._answer = answer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ARRAYS and has_no_memory(args[0]):
-            found = self._answer(self._names.call(func, args, kwargs or {}))
+            found = self._answers.answer(self._names.call(func, args, kwargs or {}))
             if found is not None:
                 array = found.value.copy()
                 weakref.finalize(array, type, args[0])  # the array of a real tensor keeps its memory
