@@ -200,10 +200,10 @@ class _WatchedRun:
 
     def __init__(self, mark: Callable[[], None], stretches: list[Stretch]) -> None:
         self.places = [Place(0, 0, is_backward=False)]
-        self.calls: list[list[UnitCall]] = []
         self.stretches = stretches
         self._mark = mark
         self._position = UnitPosition()
+        self.calls = self._position.calls
 
     @property
     def seconds(self) -> dict[Place, float]:
@@ -226,8 +226,10 @@ class _WatchedRun:
             if is_recomputing():
                 return call(*args, **kwargs)
             self._look_at(args, kwargs)
-            if self._position.unit_begins():
-                self._begin(path)
+            begun = self._position.unit_begins(path)
+            if begun is not None:
+                self._move()
+                begun.op = len(self.places) - 1
             try:
                 result = call(*args, **kwargs)
             finally:
@@ -237,13 +239,6 @@ class _WatchedRun:
             return result
 
         return watch
-
-    def _begin(self, path: str) -> None:
-        self._move()
-        while len(self.calls) <= self._position.turn:
-            self.calls.append([])
-        begins = UnitCall(path, 0, has_gradients=torch.is_grad_enabled(), op=len(self.places) - 1)
-        self.calls[self._position.turn].append(begins)
 
     def _move(self) -> None:
         place = Place(*self._position.now())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
+import torch
 from torch.nn import Module
 
 from reactivate._torch.autograd import current_node_number, next_node_number
+from reactivate.planner.trace.records import UnitCall
 
 
 class ModuleStack:
@@ -59,27 +61,41 @@ class ModuleStack:
 
 
 class UnitPosition:
-    """The position of the step in the model."""
+    """The position of the step in the model.
+
+    Attributes:
+        calls: of the units, in order, for each pass over the model.
+    """
 
     def __init__(self) -> None:
-        self.turn = 0
+        self.calls: list[list[UnitCall]] = []
+        self._turn = 0
         self._is_backward = False
         self._starts: list[int] = []  # of each call of a unit in this turn: the number of the first node made in it
         self._stops: list[int] = []
         self._depth = 0
         self._last = 0
 
-    def unit_begins(self) -> bool:
-        """Return whether it is in no other unit: in a call of itself, say."""
+    def unit_begins(self, path: str, live_bytes: int = 0, op: int = 0) -> UnitCall | None:
+        """Return the call of a unit that begins; None for one in another unit: in a call of itself, say.
+
+        Args:
+            path: of the unit.
+            live_bytes, op: see `UnitCall`.
+        """
         self._depth += 1
         if self._depth > 1:
-            return False
+            return None
         if self._is_backward:  # the next pass
             self._is_backward = False
-            self.turn += 1
+            self._turn += 1
             self._starts, self._stops = [], []
         self._starts.append(next_node_number())
-        return True
+        while len(self.calls) <= self._turn:
+            self.calls.append([])
+        call = UnitCall(path, live_bytes, has_gradients=torch.is_grad_enabled(), op=op)
+        self.calls[self._turn].append(call)
+        return call
 
     def unit_ends(self) -> bool:
         """Return whether it was in no other unit."""
@@ -94,10 +110,10 @@ class UnitPosition:
         if number is None:
             begun, ended = len(self._starts), len(self._stops)
             position = 2 * begun - 1 if begun > ended else 2 * ended
-            return self.turn, position, False
+            return self._turn, position, False
         self._is_backward = True
         if number >= 0:  # an accumulation of a gradient goes with the node before
             ended = bisect_right(self._stops, number)
             is_inside = ended < len(self._starts) and self._starts[ended] <= number
             self._last = 2 * ended + 1 if is_inside else 2 * ended
-        return self.turn, self._last, True
+        return self._turn, self._last, True

@@ -154,6 +154,7 @@ class _Tracer(TorchDispatchMode):
         self._own: dict[int, Allocation] = {}  # those that were not there before
         self.resized = ResizedStorages(self._resize)
         self._place = UnitPosition()
+        self.trace.calls = self._place.calls
         self._call: UnitCall | None = None  # that runs
         self._last: UnitCall | None = None  # that runs, or ran last
         self._aside: list[Allocation] = []  # by the guards of the recomputations that run
@@ -335,14 +336,9 @@ class _Tracer(TorchDispatchMode):
         if path is None:
             return
         self.resized.look()
-        if self._place.unit_begins():
-            turn = self._place.turn
-            while len(self.trace.calls) <= turn:
-                self.trace.calls.append([])
-            self._call = self._last = UnitCall(
-                path, self._live_bytes, has_gradients=torch.is_grad_enabled(), op=len(self.trace.ops)
-            )
-            self.trace.calls[turn].append(self._call)
+        call = self._place.unit_begins(path, self._live_bytes, len(self.trace.ops))
+        if call is not None:
+            self._call = self._last = call
 
     def unit_ends(self, module: Module, args: Any, result: Any) -> None:
         """A module has returned, or raised."""
