@@ -23,24 +23,20 @@ INTERVAL_SECONDS = 10.0  # at least, between two lines in a notebook or a log: a
 def progress(title: str) -> Iterator[Tell]:
     """Yield a function to call with each thing that begins."""
     console = _console() if sys.stderr.isatty() else None
-    if console is None:
-        yield _Lines(title)
+    if console is not None:
+        with console.status(title) as status:
+            yield lambda text: status.update(f"{title}: {text}")
         return
-    with console.status(title) as status:
-        yield lambda text: status.update(f"{title}: {text}")
+    last = monotonic()
 
+    def tell(text: str) -> None:
+        """Write a line if the last one is long enough ago."""
+        nonlocal last
+        if monotonic() - last >= INTERVAL_SECONDS:
+            print(f"{title}: {text}", file=sys.stderr, flush=True)
+            last = monotonic()
 
-class _Lines:
-    """Write a line if the last one is long enough ago."""
-
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._last = monotonic()
-
-    def __call__(self, text: str) -> None:
-        if monotonic() - self._last >= INTERVAL_SECONDS:
-            print(f"{self._title}: {text}", file=sys.stderr, flush=True)
-            self._last = monotonic()
+    yield tell
 
 
 def _console() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,16 +112,12 @@ class StepRunner:
         """Warn when `model` is called with other shapes than the plan was made for, or takes more than its budget."""
         if self.step.whole is not None:
             return lambda: None  # whose arguments are unknown
-        remove = model.register_forward_pre_hook(CallWatch(plan, self.peak_with), with_kwargs=True).remove
-        if not plan.proof.margin_bytes or self.target.device.type == "cpu":
-            return remove
-        peak = model.register_forward_pre_hook(PeakWatch(plan.budget_bytes, self.target.device))
-
-        def remove_both() -> None:
-            remove()
-            peak.remove()
-
-        return remove_both
+        hooks = ExitStack()
+        hooks.callback(model.register_forward_pre_hook(CallWatch(plan, self.peak_with), with_kwargs=True).remove)
+        if plan.proof.margin_bytes and self.target.device.type != "cpu":
+            watch = PeakWatch(plan.budget_bytes, self.target.device)
+            hooks.callback(model.register_forward_pre_hook(watch).remove)
+        return hooks.close
 
     def peak_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """The peak of a step with these arguments, under the policy that is applied; None if it cannot be simulated."""
