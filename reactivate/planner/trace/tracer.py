@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -47,34 +47,10 @@ NUMBERS, STATE, ASIDE = "numbers", "state of a region", "state put aside"
 _NUMBERS = (bool, int, float, complex)
 _ADD: Any = torch.ops.aten.add.Tensor
 _OF_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
-
+"""The tags of ops whose result's size, or its meaning for Python, is in the numbers that they are given."""
 _AROUND_MODES = ("torch._dynamo.", "torch._compile")  # modules of functions that torch wraps a mode's in
-_INDEXING = frozenset({"index", "_unsafe_index"})
+_INDEXING = frozenset({"index", "_unsafe_index"})  # of which that is so only where they are given a mask
 _MASKS = (torch.bool, torch.uint8)  # the dtypes of masks
-
-
-class _Traits(NamedTuple):
-    """The traits of an op, asked for once: a step has thousands of calls.
-
-    Attributes:
-        name: by which users call it.
-        is_of_data: whether its result's size, or its meaning for Python, is in the numbers that it is given.
-        is_index: whether that is so only where it is given a mask.
-        writes: whether it writes to an argument.
-        tensors_at: the positions of the arguments that are tensors.
-    """
-
-    name: str
-    is_of_data: bool
-    is_index: bool
-    writes: bool
-    tensors_at: tuple[int, ...]
-
-
-@functools.cache
-def _traits_of(op: Any) -> _Traits:
-    name, is_of_data = name_of(op), not _OF_DATA.isdisjoint(op.tags)
-    return _Traits(name, is_of_data, name in _INDEXING, bool(written_arguments(op)), tensor_positions(op))
 
 
 @contextmanager
@@ -175,11 +151,11 @@ class _Tracer(TorchDispatchMode):
                 new.append(int(storage.nbytes()))
         return new
 
-    def _enter_numbers(self, traits: _Traits, args: Any) -> None:
+    def _enter_numbers(self, op: Any, args: Any) -> None:
         """Numbers in the place of tensors become small tensors, which autograd saves: until when, no mode sees."""
         if self._costs.rounding > 1 or not torch.is_grad_enabled():  # an accelerator's memory holds no numbers
             return
-        numbers = [args[at] for at in traits.tensors_at if at < len(args) and isinstance(args[at], _NUMBERS)]
+        numbers = [args[at] for at in tensor_positions(op) if at < len(args) and isinstance(args[at], _NUMBERS)]
         if numbers and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args):
             sizes = [16 if isinstance(number, complex) else 8 for number in numbers]
             self._allocate(sum(sizes), self._origin(NUMBERS))
@@ -243,36 +219,37 @@ class _Tracer(TorchDispatchMode):
             return NotImplemented
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):
             return device_of(args[0])
-        traits = _traits_of(func)
+        name, is_of_data = name_of(func), not _OF_DATA.isdisjoint(func.tags)
         self.resized.look()
         self._look_at_sum()
         before = self._live_bytes
         given = [leaf for leaf in leaves_at_op((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in given:
             self.know(tensor)
-        self._enter_numbers(traits, args)
+        self._enter_numbers(func, args)
         result = func(*args, **kwargs)
-        if traits.writes:
+        if written_arguments(func):
             self.resized.watch(func, args, kwargs, self._own)
         cost = self._costs.of(func, args, kwargs, result)
         made = [leaf for leaf in leaves_at_op(result) if isinstance(leaf, Tensor)]
-        has_own_sizes = self.trace.is_real or traits.is_of_data  # no two calls need return as much
+        has_own_sizes = self.trace.is_real or is_of_data  # no two calls need return as much
         sizes = () if has_own_sizes else cost.result_bytes
         for number, tensor in enumerate(made):
-            self._enter(tensor, traits.name, sizes[number] if number < len(sizes) else 0)
+            self._enter(tensor, name, sizes[number] if number < len(sizes) else 0)
         turn, position, is_backward = self._place.now()
         live = self._live_bytes
         top = max(live, before + cost.top_bytes)
         seconds = cost.seconds if self.clock is None else self.clock.ran(cost.seconds, cost.group)
-        op = Op(turn, position, is_backward, is_recomputing(), before, top, live, seconds, traits.name)
+        op = Op(turn, position, is_backward, is_recomputing(), before, top, live, seconds, name)
         if is_backward:
             self._note_sum(func, args, kwargs, result)
         self.trace.ops.append(op)
         self.trace.costs.append(cost)
         if self._scope is not None:
             # Fake tensors have no numbers, and say where these are missed.
-            has_numbers = self.trace.is_real and traits.is_of_data
-            reads_numbers = has_numbers and (not traits.is_index or any(tensor.dtype in _MASKS for tensor in given[1:]))
+            has_numbers = self.trace.is_real and is_of_data
+            has_mask = any(tensor.dtype in _MASKS for tensor in given[1:])
+            reads_numbers = has_numbers and (has_mask or name not in _INDEXING)
             self._scope.ran(given, made, self._module_now(), reads_numbers=reads_numbers)
         if self._watch is not None:
             self._watch(top)
