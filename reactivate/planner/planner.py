@@ -216,10 +216,11 @@ class Planner:
         """
         if self._compiled is not None:
             trace = self._compiled.run(candidates)
-            return trace, self._summarize(trace, candidates)
-        storage, rehearsal = (None, None) if offer is None else offer.rehearsed(at_once=at_once)
-        storages = {} if offer is None or storage is None else {offer.name: storage}
-        trace = self._simulator.run(candidates, self.profile.costs, storages, rehearsal)
+        elif offer is None:
+            trace = self._simulator.run(candidates, self.profile.costs)
+        else:
+            storage, rehearsal = offer.rehearsed(at_once=at_once)
+            trace = self._simulator.run(candidates, self.profile.costs, {offer.name: storage}, rehearsal)
         return trace, self._summarize(trace, candidates)
 
     def _summarize(self, trace: Trace, candidates: Mapping[str, Candidate]) -> TraceSummary:
@@ -397,7 +398,8 @@ class Planner:
             seconds[option.span or path] += option.seconds
         for path, call in zip(choice.summary.paths, choice.summary.calls, strict=True):  # no spans where any are moved
             moved[path] += sum(call.moved)
-        seconds |= dict.fromkeys(choice.heads, choice.head_seconds / max(len(choice.heads), 1))
+        heads = choice.search.heads
+        seconds |= dict.fromkeys(heads, choice.search.head_seconds / max(len(heads), 1))
         return tuple(
             Decision(
                 path,
@@ -408,7 +410,7 @@ class Planner:
                 seconds[path],
                 moved[path],
             )
-            for path, candidate in (*choice.candidates.items(), *choice.heads.items())
+            for path, candidate in (*choice.candidates.items(), *heads.items())
             for module in (module_at(self.step.model, path),)
         )
 
@@ -416,10 +418,10 @@ class Planner:
         """Return the plans for other budgets; with the loss by rows, or the smallest with a storage, if the plan has that."""
         total = self.fixed.total
         points = list(self._points)
-        if choice.heads and self._head_search is not None:
-            points += self._head_search.search.frontier(total, "planned, loss by rows")
+        if choice.search.heads:
+            points += choice.search.frontier(total, "planned, loss by rows")
         for use in _uses_of(choice):
-            smallest = next(search for search in self._storage_searches if search.offer is choice.offer).smallest()
+            smallest = choice.search.smallest()
             items = [choice] if smallest.trace.failures else [smallest, choice]
             points += [Point(f"planned, {use.name}", total + item.trace.peak_bytes, item.seconds) for item in items]
         points.sort(key=lambda point: (point.peak_bytes, point.seconds))
@@ -436,7 +438,7 @@ class Planner:
 
 def _uses_of(choice: ProvenStep) -> tuple[StorageUse, ...]:
     """Return the storage that a choice uses, if it uses one."""
-    offer = choice.offer
+    offer = choice.search.offer
     if offer is None or not any(candidate.storage for candidate in choice.candidates.values()):
         return ()
     link, kept = offer.link, choice.flow.stored_bytes

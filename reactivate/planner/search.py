@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch.nn import Module
 
@@ -39,9 +39,7 @@ class ProvenStep:
         trace, summary: the step.
         rounds: how many choices had been traced by then, this one included.
         own_seconds: of the step, without waits for copies.
-        offer: the storage that it may use.
-        heads: what is done with the modules whose loss is computed by rows, by path.
-        head_seconds: how much longer the step takes by that.
+        search: what has found it.
     """
 
     candidates: dict[str, Candidate]
@@ -50,9 +48,7 @@ class ProvenStep:
     summary: TraceSummary
     rounds: int
     own_seconds: float
-    offer: Offer | None = None
-    heads: Mapping[str, Candidate] = field(default_factory=dict)
-    head_seconds: float = 0.0
+    search: Search
 
     @property
     def names(self) -> dict[str, str]:
@@ -62,10 +58,11 @@ class ProvenStep:
     @functools.cached_property
     def flow(self) -> Flow:
         """The copies of the step on its clock."""
-        if self.offer is None:
+        offer = self.search.offer
+        if offer is None:
             return Flow()
         scale = self.own_seconds / self.trace.seconds if self.trace.seconds else 0.0
-        return time_copies(self.trace, self.offer.link, scale, is_awaited=self.offer.in_flight == 0)
+        return time_copies(self.trace, offer.link, scale, is_awaited=offer.in_flight == 0)
 
     @property
     def seconds(self) -> float:
@@ -81,7 +78,8 @@ class Search:
         menus: the candidates of each unit.
         attempt: from candidates to the traced step and its summary.
         offer: the storage that some candidates use.
-        heads, head_seconds: see `ProvenStep`; `attempt` takes them into account.
+        heads: what is done with the modules whose loss is computed by rows, by path; `attempt` takes it into account.
+        head_seconds: how much longer the step takes by that.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class Search:
         head_seconds: float = 0.0,
     ) -> None:
         self._table, self._menus, self._attempt, self.offer = table, menus, attempt, offer
-        self._plain_seconds, self._heads, self._head_seconds = plain_seconds, heads or {}, head_seconds
+        self._plain_seconds, self.heads, self.head_seconds = plain_seconds, heads or {}, head_seconds
         self._corrections: dict[int, int] = {}
         self._seen: dict[tuple[Candidate, ...], tuple[Trace, TraceSummary]] = {}
 
@@ -171,7 +169,7 @@ class Search:
             solution = Problem(self.chain, budget_bytes).solve(budget_bytes)
         except Infeasible:
             return 0.0
-        return self._plain_seconds + self._head_seconds + solution.seconds
+        return self._plain_seconds + self.head_seconds + solution.seconds
 
     def smallest(self) -> ProvenStep:
         """Return the choice with the least peak; of those, if there are any, in which the storage can do its part."""
@@ -229,9 +227,8 @@ class Search:
         key = tuple(candidates.values())
         if key not in self._seen:
             self._seen[key] = self._attempt(candidates)
-        seconds = self._plain_seconds + self._head_seconds + solution.own_seconds
-        proof = *self._seen[key], len(self._seen), seconds
-        return ProvenStep(candidates, solution, *proof, self.offer, self._heads, self._head_seconds)
+        seconds = self._plain_seconds + self.head_seconds + solution.own_seconds
+        return ProvenStep(candidates, solution, *self._seen[key], len(self._seen), seconds, self)
 
     def _correct(self, found: ProvenStep) -> bool:
         """Take into the problem where the traced step is above or below the promise."""
@@ -266,7 +263,7 @@ class Search:
         return tuple(points)
 
     def _point(self, label: str, fixed_bytes: int, solution: Solution) -> Point:
-        seconds = self._plain_seconds + self._head_seconds + solution.seconds
+        seconds = self._plain_seconds + self.head_seconds + solution.seconds
         return Point(label, fixed_bytes + solution.peak_bytes, seconds)
 
 
