@@ -59,7 +59,9 @@ class Target:
             raise UsageError(
                 "plan needs a budget on a CPU: pass bytes, '8GiB' or '50%', as in budget='8GiB' (--budget 8GiB)."
             )
-        return available_bytes(self.device) + cached_bytes(self.device) + fixed_bytes
+        # What the allocator has reserved and no tensor has counts as free.
+        cached = torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
+        return available_bytes(self.device) + int(cached) + fixed_bytes
 
     def free_bytes(self, fixed_bytes: int, *, is_predicted: bool) -> int:
         """Return the same, less the reserve: of all memory where nothing runs, else of what is free."""
@@ -150,11 +152,6 @@ def available_bytes(device: torch.device) -> int:
     """The memory of a device that is free now. If unknown, more than there can be."""
     found = _free_and_total(device)
     return sys.maxsize if found is None else found[0]
-
-
-def cached_bytes(device: torch.device) -> int:
-    """The memory that the allocator of an accelerator has reserved and that no tensor has: it counts as free."""
-    return int(torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device))
 
 
 def memory_bytes(device: torch.device) -> int:

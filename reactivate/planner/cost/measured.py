@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -59,9 +59,10 @@ def measure(step: Callable[[], object], device: torch.device, spec: DeviceSpec, 
         takes_memory: whether to see what ops take for themselves.
     """
     meter = _Meter(device, spec, takes_memory=takes_memory)
-    with _watched(device) if takes_memory else nullcontext(dict) as tops, meter:
+    is_profiled = takes_memory and device.type == "cpu"  # of whose memory only the profiler tells
+    with profiled() if is_profiled else nullcontext() as profiler, meter:
         step()
-    found = tops()
+    found = _tops(profiler) if is_profiled else {}
     seen: dict[Key, list[Cost]] = {}
     for number, (key, cost) in enumerate(meter.seen):
         seen.setdefault(key, []).append(cost._replace(top_bytes=found[number]) if number in found else cost)
@@ -111,16 +112,6 @@ class _Meter(TorchDispatchMode):
 
 _MARK = "reactivate::op "
 _UNMARKED = nullcontext()
-
-
-@contextmanager
-def _watched(device: torch.device) -> Iterator[Callable[[], dict[int, int]]]:
-    """The most that each op allocates, by its number: of the CPU only the profiler tells. Yields what gives it."""
-    if device.type != "cpu":
-        yield dict
-        return
-    with profiled() as profiler:
-        yield lambda: _tops(profiler)
 
 
 def _tops(profiler: Any) -> dict[int, int]:

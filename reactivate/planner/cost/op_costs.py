@@ -45,13 +45,12 @@ class RooflineCosts:
         key = op_key(op, args, kwargs) if group is None else (*op_key(op, args, kwargs), group)
         cost = self._known.get(key)
         if cost is None:
-            cost = self._known[key] = self._costs_of(group, op, args, kwargs, result)
+            if group is None:
+                cost = Cost(roofline.seconds_of(op, args, kwargs, result, self._spec))
+            else:
+                cost = Cost(collectives.seconds_of(op, args, result, ranks_of(group), self._spec), group=group)
+            self._known[key] = cost
         return cost
-
-    def _costs_of(self, group: str | None, op: Any, args: Any, kwargs: Any, result: Any) -> Cost:
-        if group is None:
-            return Cost(roofline.seconds_of(op, args, kwargs, result, self._spec))
-        return Cost(collectives.seconds_of(op, args, result, ranks_of(group), self._spec), group=group)
 
     def keys(self) -> dict[int, Key]:
         """Return the key of each cost that was told so far, by its id."""
