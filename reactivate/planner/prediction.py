@@ -11,8 +11,8 @@ tensor whose copy is not done, or the tensor itself.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from reactivate._modules.paths import THE_MODEL
@@ -33,13 +33,13 @@ class Flow:
     """
 
     copies: tuple[Copy, ...] = ()
-    waits: dict[int, float] | None = None
+    waits: Mapping[int, float] = field(default_factory=dict)
     stored_bytes: int = 0
 
     @property
     def waited_seconds(self) -> float:
         """Return how long the step waits for copies."""
-        return sum((self.waits or {}).values())
+        return sum(self.waits.values())
 
 
 def time_copies(trace: Trace, link: Link | None, scale: float, *, is_awaited: bool) -> Flow:
@@ -207,11 +207,10 @@ def predict(trace: Trace, fixed_bytes: int, seconds: float, flow: Flow = NO_COPI
     live = dict.fromkeys(MADE_IN_STEP, 0)
     changes = _changes(trace)
     now = forward_seconds = 0.0
-    waits = flow.waits or {}
     for number, op in enumerate(trace.ops):
         for kind, size in changes.get(number, ()):
             live[kind] += size
-        now += waits.get(number, 0.0) + op.seconds * scale
+        now += flow.waits.get(number, 0.0) + op.seconds * scale
         if not op.is_backward:
             forward_seconds = now
         inside = op.top_bytes - op.live_bytes  # what went again while it ran

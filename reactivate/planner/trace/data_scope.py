@@ -57,7 +57,7 @@ class DataScope:
             given, made: what it has read and returned.
             reads_numbers: whether its result's size, or its meaning for Python, is in the numbers that it is given.
         """
-        is_given = all(map(self._is_given, given))
+        is_given = all(storage in self._given for tensor in given for storage in storages_of(tensor))
         if reads_numbers and not is_given:
             self.paths.add(path)
         self._follow(made, is_given=is_given)
@@ -70,9 +70,6 @@ class DataScope:
             tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
             if any(tuple(tensor.shape) not in self._shapes for tensor in tensors):
                 self.paths.add(outer)
-
-    def _is_given(self, tensor: Tensor) -> bool:
-        return all(storage in self._given for storage in storages_of(tensor))
 
     def _follow(self, tensors: Iterable[Tensor], *, is_given: bool) -> None:
         note = self._given.add if is_given else self._given.discard

@@ -170,13 +170,13 @@ class _Tracer(TorchDispatchMode):
                 key = id(storage)
                 size_bytes = self._rounded(max(int(storage.nbytes()), least_bytes))
                 allocation = self._allocate(size_bytes, self._origin(origin, tensor))
-                self._storages[key] = weakref.ref(storage, self._leaver(key))
+                self._storages[key] = weakref.ref(storage, functools.partial(self._leave, key))
                 self._own[key] = allocation
 
     def _origin(self, op: str, tensor: Tensor | None = None) -> Origin:
         if tensor is None:
             return Origin(op, self._modules.innermost)
-        return Origin(op, self._modules.innermost, tuple(tensor.shape), _dtype_name(tensor.dtype))
+        return Origin(op, self._modules.innermost, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
     def _allocate(self, size_bytes: int, origin: Origin) -> Allocation:
         allocation = Allocation(size_bytes, len(self.trace.ops), origin=origin, place=self._module_now())
@@ -198,12 +198,9 @@ class _Tracer(TorchDispatchMode):
         rounding = self._costs.rounding
         return -(-size_bytes // rounding) * rounding
 
-    def _leaver(self, key: int) -> Callable[[object], None]:
-        def leave(_: object) -> None:
-            self._release(self._own.pop(key))
-            self._storages.pop(key, None)
-
-        return leave
+    def _leave(self, key: int, _: object) -> None:
+        self._release(self._own.pop(key))
+        self._storages.pop(key, None)
 
     def _resize(self, key: int, size_bytes: int) -> None:
         """Take down that a storage of the step's own has another size: its memory has gone, or is there again."""
@@ -369,11 +366,6 @@ def _is_called_by_autograd() -> bool:
     return (
         frame is None or frame.f_code.co_filename == torch.autograd.graph.__file__
     )  # None: a thread of autograd's own
-
-
-@functools.cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class _Functions(TorchFunctionMode):
