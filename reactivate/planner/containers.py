@@ -153,9 +153,8 @@ def spans_in(model: Module, plain: TraceSummary) -> Iterator[tuple[str, Module, 
     """
     counts = Counter(plain.paths)
     once = {path for path in plain.treated if path is not None and counts[path] == 1}
-    around = {above for path in plain.paths for above in _above(path)}
     for path, module in model.named_modules():
-        if path not in around or why_without_spans(module):
+        if why_without_spans(module) or not any(unit != path and is_below(unit, path) for unit in plain.paths):
             continue
         for run in _runs(path, module, plain.paths, once):
             for first, last in _powers(len(run)):
@@ -199,13 +198,6 @@ def _powers(count: int) -> Iterator[tuple[int, int]]:
     while length <= count:
         yield from ((first, first + length - 1) for first in range(0, count - length + 1, length))
         length *= 2
-
-
-def _above(path: str) -> Iterator[str]:
-    """Yield the paths of the modules around one."""
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 # -- what calls in one region come to ---------------------------------------------------------------------------------

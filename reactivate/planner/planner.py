@@ -43,7 +43,7 @@ from reactivate.planner.step import BLOCKS, StepFacts, TrainingStep
 from reactivate.planner.table import CandidateTable, TraceSummary, plan_rounds, summarize
 from reactivate.planner.target import Target, available_bytes
 from reactivate.planner.trace.records import Costs, Trace
-from reactivate.planner.units import find_units, module_class_name, parameter_digest, unit_digests
+from reactivate.planner.units import find_units, module_class_name, unit_digests
 
 
 @dataclass(frozen=True)
@@ -400,18 +400,11 @@ class Planner:
             moved[path] += sum(call.moved)
         heads = choice.search.heads
         seconds |= dict.fromkeys(heads, choice.search.head_seconds / max(len(heads), 1))
+        chosen = {**choice.candidates, **heads}
+        facts = unit_digests({path: module_at(self.step.model, path) for path in chosen})
         return tuple(
-            Decision(
-                path,
-                module_class_name(module),
-                parameter_digest(module),
-                candidate,
-                held[path],
-                seconds[path],
-                moved[path],
-            )
-            for path, candidate in (*choice.candidates.items(), *heads.items())
-            for module in (module_at(self.step.model, path),)
+            Decision(path, kind, digest, chosen[path], held[path], seconds[path], moved[path])
+            for path, kind, digest in facts
         )
 
     def _frontier(self, choice: ProvenStep) -> tuple[Point, ...]:

@@ -26,7 +26,7 @@ from reactivate.planner.budget import parse
 from reactivate.planner.candidates import FULL
 from reactivate.planner.contents import Decision
 from reactivate.planner.plan import Plan
-from reactivate.planner.units import find_units, module_class_name, parameter_digest
+from reactivate.planner.units import find_units, unit_digests
 
 Value = TypeVar("Value")
 
@@ -197,9 +197,6 @@ def with_unseen(plan: Plan, model: Module) -> Plan:
     """Return a plan that also recomputes the units that did not run in the step that it was made for."""
     paths = [decision.path for decision in plan.decisions if not decision.candidate.by_rows]
     treated = [path if (place := SpanPlace.of(path)) is None else place.path for path in paths]
-    unseen = [
-        Decision(path, module_class_name(module), parameter_digest(module), FULL, 0, 0.0)
-        for path, module in find_units(model).items()
-        if not any(is_below(path, other) for other in treated)
-    ]
+    units = {path: unit for path, unit in find_units(model).items() if not any(is_below(path, one) for one in treated)}
+    unseen = [Decision(*facts, FULL, 0, 0.0) for facts in unit_digests(units)]
     return replace(plan, decisions=(*plan.decisions, *unseen)) if unseen else plan
