@@ -18,7 +18,7 @@ from reactivate._inspect.sharded import sharding_faked
 from reactivate._snapshot.call import Call
 from reactivate._torch.modes import FakeTensor, FakeTensorMode, device_of, unset_fake_temporarily
 from reactivate._torch.modules import are_made_of_tensors, layouts_unseen, sharded_in, without_reducing
-from reactivate._torch.ops import DEVICE_QUERY, flatten, leaves_at_op, unflatten
+from reactivate._torch.ops import DEVICE_QUERY, flatten, leaves_at_op, tensors_at_op, unflatten
 
 
 def has_no_memory(tensor: Tensor) -> bool:
@@ -147,14 +147,14 @@ class _Values(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if is_collective(func):
             return simulated_collective(func, args, kwargs)
-        given = [leaf for leaf in leaves_at_op((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_at_op((args, kwargs))
         if any(map(has_no_memory, given)):
             return self._known.of(func, args, kwargs)
         if self._gathers and func in _EMPTY and not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if not given:  # a new tensor: how large it is, and where, its fake tells
             made = func(*args, **kwargs)
-            given = [leaf for leaf in leaves_at_op(made) if isinstance(leaf, Tensor)]
+            given = tensors_at_op(made)
             if not given or sum(leaf.nbytes for leaf in given) > self.limit_bytes or given[0].is_meta:
                 return made
         elif sum(leaf.nbytes for leaf in given) > self.limit_bytes:
@@ -178,4 +178,4 @@ def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _is_on_cpu(result: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.device.type == "cpu" for leaf in leaves_at_op(result))
+    return any(tensor.device.type == "cpu" for tensor in tensors_at_op(result))

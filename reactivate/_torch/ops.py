@@ -100,6 +100,11 @@ def leaves_at_op(value: Any) -> list[Any]:
     return found
 
 
+def tensors_at_op(value: Any) -> list[Tensor]:
+    """List the tensors that an op takes or returns."""
+    return [leaf for leaf in leaves_at_op(value) if isinstance(leaf, Tensor)]
+
+
 def _collect(value: Any, found: list[Any]) -> None:
     if isinstance(value, dict):
         value = value.values()

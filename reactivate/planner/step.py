@@ -142,8 +142,8 @@ class TrainingStep:
     caller: Caller = field(default_factory=lambda: Caller("plan"), compare=False, repr=False)
     compiled: bool | str = False
     known: KnownCalls = field(default_factory=dict, compare=False, repr=False)
-    beginning: Beginning = field(default_factory=lambda: Beginning(), compare=False, repr=False)
-    layouts: GradientLayouts = field(default_factory=lambda: GradientLayouts(), compare=False, repr=False)
+    beginning: Beginning = field(default_factory=Beginning, compare=False, repr=False)
+    layouts: GradientLayouts = field(default_factory=GradientLayouts, compare=False, repr=False)
 
     def run_for_real(self, times: int = 1, watch: Callable[[Callable[[], None]], None] | None = None) -> None:
         """Run it, with gradients that are there already; then model, gradients and generators are as they were.

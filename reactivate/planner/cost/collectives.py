@@ -15,9 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
-from reactivate._torch.ops import leaves_at_op
+from reactivate._torch.ops import tensors_at_op
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.cost.links import Link
 
@@ -66,4 +64,4 @@ def link_between(ranks: Sequence[int], device: DeviceSpec) -> Link:
 
 
 def _size_bytes(value: Any) -> int:
-    return sum(leaf.nbytes for leaf in leaves_at_op(value) if isinstance(leaf, Tensor))
+    return sum(tensor.nbytes for tensor in tensors_at_op(value))

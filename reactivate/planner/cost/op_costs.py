@@ -17,7 +17,7 @@ from torch import Tensor
 
 from reactivate._inspect.collectives import is_collective
 from reactivate._region.accounts import storages_of
-from reactivate._torch.ops import group_name_of, leaves_at_op, opaque_arguments, ranks_of
+from reactivate._torch.ops import group_name_of, opaque_arguments, ranks_of, tensors_at_op
 from reactivate.planner.cost import collectives, roofline
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.trace.records import SUM_IN_PLACE, Cost, Trace
@@ -182,6 +182,5 @@ def _facts_of(leaf: Any) -> Hashable:
 
 def result_sizes(result: Any) -> Iterator[int]:
     """Yield the bytes of the memory behind each tensor of a result."""
-    for leaf in leaves_at_op(result):
-        if isinstance(leaf, Tensor):
-            yield sum(int(storage.nbytes()) for storage in storages_of(leaf))
+    for tensor in tensors_at_op(result):
+        yield sum(int(storage.nbytes()) for storage in storages_of(tensor))

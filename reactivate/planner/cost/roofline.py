@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reactivate._torch.ops import leaves_at_op, written_arguments
+from reactivate._torch.ops import tensors_at_op, written_arguments
 from reactivate.planner.cost.devices import DeviceSpec
 
 __all__ = ["bytes_of", "flops_of", "seconds_of"]
@@ -82,7 +82,7 @@ def _grouped_product(one: Tensor, other: Tensor, *rest: Any) -> int:
 
 def _recurrent(input_: Tensor, *rest: Any) -> int:
     """Every weight meets every position once. What stands before the hidden state are the weights and biases."""
-    weights = [leaf for leaf in leaves_at_op(rest[:4]) if isinstance(leaf, Tensor) and leaf.ndim == 2]
+    weights = [tensor for tensor in tensors_at_op(rest[:4]) if tensor.ndim == 2]
     return 2 * prod(input_.shape[:-1]) * sum(weight.numel() for weight in weights)
 
 
@@ -119,7 +119,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 
 def _format_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Which of the device's rates this call runs at (`devices.FORMATS`)."""
-    dtype = next((given.dtype for given in _tensors((args, kwargs)) if given.is_floating_point()), torch.float32)
+    dtype = next((given.dtype for given in tensors_at_op((args, kwargs)) if given.is_floating_point()), torch.float32)
     if dtype.itemsize == 1:
         return "float8"
     if dtype is torch.float32 and _fp32_precision(_name_of(op)) == "tf32":
@@ -143,10 +143,10 @@ def bytes_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
     What is neither in memory that an input has nor written to by the op's schema is an output. An op without outputs that
     writes to nothing moves nothing.
     """
-    given = _tensors((args, kwargs))
+    given = tensors_at_op((args, kwargs))
     memories = set(map(_memory_of, given))
     changed, unread = _changed(op, args, kwargs)
-    made = [] if _allocates(op) else [tensor for tensor in _tensors(out) if _memory_of(tensor) not in memories]
+    made = [] if _allocates(op) else [tensor for tensor in tensors_at_op(out) if _memory_of(tensor) not in memories]
     written_bytes = _sum_bytes(changed + made)
     if not written_bytes and not _is_tagged(op, torch.Tag.data_dependent_output):
         return 0
@@ -159,8 +159,8 @@ def _changed(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[l
     is_overwriting = _name_of(op) in _OVERWRITING or _is_tagged(op, torch.Tag.nondeterministic_seeded)
     for position, name, is_out in () if _allocates(op) else written_arguments(op):
         value = kwargs.get(name) if name in kwargs else args[position] if position < len(args) else None
-        changed += _tensors(value)
-        unread += _tensors(value) if is_out or is_overwriting else []
+        changed += tensors_at_op(value)
+        unread += tensors_at_op(value) if is_out or is_overwriting else []
     return changed, unread
 
 
@@ -209,10 +209,6 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves_at_op(value) if isinstance(leaf, Tensor)]
 
 
 def _is_tagged(op: Any, tag: torch.Tag) -> bool:

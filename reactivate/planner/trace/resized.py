@@ -12,10 +12,10 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import UntypedStorage
 
 from reactivate._region.accounts import storages_of
-from reactivate._torch.ops import StorageResizes, leaves_at_op, written_values
+from reactivate._torch.ops import StorageResizes, tensors_at_op, written_values
 
 
 class ResizedStorages:
@@ -38,8 +38,8 @@ class ResizedStorages:
         """An op has run: if it has written to storages of the step's own outside of autograd, look at these from now on."""
         if torch.is_grad_enabled():
             return
-        for leaf in leaves_at_op(written_values(op, args, kwargs)):
-            for storage in storages_of(leaf) if isinstance(leaf, Tensor) else ():
+        for tensor in tensors_at_op(written_values(op, args, kwargs)):
+            for storage in storages_of(tensor):
                 if id(storage) in own:
                     self._touched.add(storage)
                     self._watched.setdefault(storage, int(storage.nbytes()))

@@ -31,7 +31,7 @@ from reactivate._saved_calls.log import opened
 from reactivate._torch.autograd import current_node_number, next_node_number
 from reactivate._torch.modes import FakeTensor, device_of
 from reactivate._torch.modules import are_made_of_tensors, layouts_unseen
-from reactivate._torch.ops import DEVICE_QUERY, leaves_at_op, tensor_positions, written_arguments
+from reactivate._torch.ops import DEVICE_QUERY, tensor_positions, tensors_at_op, written_arguments
 from reactivate.planner.trace.answers import RealAnswers
 from reactivate.planner.trace.data_scope import DataScope
 from reactivate.planner.trace.positions import ModuleStack, UnitPosition
@@ -220,7 +220,7 @@ class _Tracer(TorchDispatchMode):
         self.resized.look()
         self._look_at_sum()
         before = self._live_bytes
-        given = [leaf for leaf in leaves_at_op((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = tensors_at_op((args, kwargs))
         for tensor in given:
             self.know(tensor)
         self._enter_numbers(func, args)
@@ -228,7 +228,7 @@ class _Tracer(TorchDispatchMode):
         if written_arguments(func):
             self.resized.watch(func, args, kwargs, self._own)
         cost = self._costs.of(func, args, kwargs, result)
-        made = [leaf for leaf in leaves_at_op(result) if isinstance(leaf, Tensor)]
+        made = tensors_at_op(result)
         has_own_sizes = self.trace.is_real or is_of_data  # no two calls need return as much
         sizes = () if has_own_sizes else cost.result_bytes
         for number, tensor in enumerate(made):

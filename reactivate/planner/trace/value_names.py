@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 from reactivate._inspect.fake import has_no_memory
 from reactivate._region.accounts import storages_of
 from reactivate._torch.modes import unset_fake_temporarily
-from reactivate._torch.ops import leaves_at_op, written_arguments, written_values
+from reactivate._torch.ops import leaves_at_op, tensors_at_op, written_arguments, written_values
 
 _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten._to_copy.default})
 _MOST_READ = 2**26  # bytes of a tensor of unknown origin that is known by its values
@@ -55,8 +55,7 @@ class ValueNames:
             source, copy = copied
             self._storages[copy.untyped_storage()] = self._name_of(source.untyped_storage(), source)
             return
-        written = (leaf for leaf in leaves_at_op(written_values(op, args, kwargs)) if isinstance(leaf, Tensor))
-        for place, tensor in enumerate(written):
+        for place, tensor in enumerate(tensors_at_op(written_values(op, args, kwargs))):
             for part, storage in enumerate(storages_of(tensor)):
                 self._storages[storage] = self._number(("written", call, place, part))
         for place, leaf in enumerate(leaves_at_op(result)):
