@@ -67,16 +67,15 @@ class Offer:
         exact = in_pages(nbytes)
         return max((size for size in self.sizes if exact <= size <= exact * (1 + self.residence.slack)), default=exact)
 
-    def rehearsed(self, *, at_once: bool) -> tuple[Storage, Rehearsal | None]:
+    def rehearsed(self, *, at_once: bool) -> Storage:
         """Return what is in its target while a step is simulated.
 
         Args:
             at_once: whether tensors go and come back at once, so that what one unit moves does not depend on others.
         """
         if self.residence is None:
-            return self.storage, None
-        rehearsal = Rehearsal(self.residence.at_once() if at_once else self.residence)
-        return rehearsal, rehearsal
+            return self.storage
+        return Rehearsal(self.residence.at_once() if at_once else self.residence)
 
 
 def storages_in(storages: Storage | Iterable[Storage] | None) -> dict[str, Storage]:

@@ -216,11 +216,9 @@ class Planner:
         """
         if self._compiled is not None:
             trace = self._compiled.run(candidates)
-        elif offer is None:
-            trace = self._simulator.run(candidates, self.profile.costs)
         else:
-            storage, rehearsal = offer.rehearsed(at_once=at_once)
-            trace = self._simulator.run(candidates, self.profile.costs, {offer.name: storage}, rehearsal)
+            storages = {} if offer is None else {offer.name: offer.rehearsed(at_once=at_once)}
+            trace = self._simulator.run(candidates, self.profile.costs, storages)
         return trace, self._summarize(trace, candidates)
 
     def _summarize(self, trace: Trace, candidates: Mapping[str, Candidate]) -> TraceSummary:

@@ -123,7 +123,7 @@ class StepRunner:
         """The peak of a step with these arguments, under the policy that is applied; None if it cannot be simulated."""
         step = replace(self.step, args=args, kwargs=kwargs)
         try:
-            with step.on_fakes(self.target.device) as (run, known), traced({}, known, self.costs) as trace:
+            with step.on_tensors(self.target.device) as (run, known), traced({}, known, self.costs) as trace:
                 run()
         except Exception:  # of the user's loss, say, which has targets of another shape: the warning has no peak then
             return None

@@ -58,7 +58,7 @@ def on_tensors(
 ) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
     """Yield what runs the step, and the tensors that are there before it: its own or fake ones, with recorded results."""
     with ExitStack() as stack:
-        run, known = stack.enter_context(step.on_values() if is_real else step.on_fakes(device))
+        run, known = stack.enter_context(step.on_tensors(None if is_real else device))
         if answers is not None:
             stack.enter_context(answers.recorded(known) if is_real else answers.given(known))
         yield run, known
@@ -143,14 +143,10 @@ class Simulator:
         return not self._never_real and (self._target.is_here or is_alone())
 
     def run(
-        self,
-        candidates: Mapping[str, Candidate],
-        costs: Costs,
-        storages: Mapping[str, Storage] | None = None,
-        rehearsal: Rehearsal | None = None,
+        self, candidates: Mapping[str, Candidate], costs: Costs, storages: Mapping[str, Storage] | None = None
     ) -> Trace:
         """Return the step with candidates for some units, by path; a storage that these use is in rehearsal."""
-        run = functools.partial(self._run, candidates, costs, storages=storages, rehearsal=rehearsal)
+        run = functools.partial(self._run, candidates, costs, storages=storages)
         if self.mode == "real":
             return _run_if_it_fits(run)
         if self._answers is None:
@@ -325,7 +321,9 @@ class Simulator:
         **options: Any,
     ) -> Trace:
         policy, device = Assignment(candidates, storages or {}), self._target.device
-        return simulate(self._step, policy, self._units, costs, device, answers=answers, watch=watch, **options)
+        rehearsal = next((item for item in policy.storages.values() if isinstance(item, Rehearsal)), None)
+        options |= {"answers": answers, "watch": watch, "rehearsal": rehearsal}
+        return simulate(self._step, policy, self._units, costs, device, **options)
 
     def _within_memory(self) -> Watch:
         """Return what stops a step before it takes more than is free."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from reactivate.errors import UsageError
 
 Loss = Callable[[Any], Tensor]
 MakeGradient = Callable[[Tensor], Tensor]
-Running = AbstractContextManager[tuple[Callable[[], None], list[Tensor]]]
+Running = tuple[Callable[[], None], list[Tensor]]
 BLOCKS = "blocks"
 """What `compiled=` says of a model each of whose blocks is compiled."""
 UNLABELLED = "the sum of the model's output, whose .loss is None"
@@ -82,9 +81,8 @@ class GradientLayouts:
     """
 
     def __init__(self) -> None:
-        self._others: dict[int, DistributedLayout] | None = (
-            None  # by the numbers of the parameters that lie in another way
-        )
+        # By the numbers of the parameters that lie in another way.
+        self._others: dict[int, DistributedLayout] | None = None
 
     def are_known(self, leaves: Sequence[Tensor]) -> bool:
         """Return whether nothing is to be found out about the gradients of these."""
@@ -202,30 +200,28 @@ class TrainingStep:
         """The bytes of all gradients on this rank."""
         return self.layouts.count_bytes(self._trained(), padded_sizes(self.model.modules()))
 
-    def on_fakes(self, device: torch.device) -> Running:
-        """Return the step on fake tensors: a context that yields what runs it, and the tensors that are there before it."""
-        return self._after_another(functools.partial(self._on, device), torch.empty_like)
-
-    def on_values(self) -> Running:
-        """Return the same with the tensors themselves: what the step computes decides what it does."""
-        return self._after_another(functools.partial(self._on, None), torch.zeros_like)
-
     @contextmanager
-    def _after_another(self, on: Callable[..., Any], make: MakeGradient) -> Iterator[Any]:
-        """The step with gradients that are there already, as another one leaves them; that one runs if that is not known."""
+    def on_tensors(self, device: torch.device | None) -> Iterator[Running]:
+        """Yield what runs the step, and the tensors that are there before it.
+
+        Gradients are there already, as another step leaves them; that one runs if it is not known how.
+
+        Args:
+            device: of fake tensors; None for the tensors themselves: what the step computes decides what it does.
+        """
         padded = padded_sizes(self.model.modules())  # `fully_shard` lays gradients as it does parameters
         if not self.layouts.are_known([leaf for leaf in self._trained() if id(leaf) not in padded]):
-            with on(None) as (run, _):
+            with self._on(device, None) as (run, _):
                 run()
                 self.layouts.note(self._trained())
         # A model that is compiled as a whole hands over all gradients when its backward ends, beside those that are there.
         is_one_graph = self.compiled and self.compiled != BLOCKS
-        with on(None if is_one_graph else make) as found:
+        make = torch.zeros_like if device is None else torch.empty_like
+        with self._on(device, None if is_one_graph else make) as found:
             yield found
 
     @contextmanager
-    def _on(self, device: torch.device | None, make: MakeGradient | None) -> Iterator[Any]:
-        """The step on fake tensors of a device; None: on the tensors themselves."""
+    def _on(self, device: torch.device | None, make: MakeGradient | None) -> Iterator[Running]:
         args, kwargs = self.args, dict(self.kwargs or {})
         with ExitStack() as stack:
             reach = stack.enter_context(self._put_back(args, kwargs))
