@@ -42,12 +42,12 @@ def infeasible(
     more = (
         f"budget={least_bytes}, or '{share}%' of the plain step's activation peak" if is_within else "more than it has"
     )
-    raised = ["Raise the budget"] if is_within else ["Plan for a device with more memory"]
-    remedies = [*raised, _FEWER if allowed <= fixed.total else "make the batch smaller"]
+    raised = "Raise the budget" if is_within else "Plan for a device with more memory"
+    reduced = _FEWER if allowed <= fixed.total else "make the batch smaller"
     return PlanInfeasible(
         f"plan({'' if asked is None else f'budget={asked!r}'}): no plan keeps this step within {limit}; the least "
         f"that does takes {in_words(least_bytes)}: {more}. Of that, {in_words(fixed.total)} "
-        f"are there all the time ({_parts_of(fixed)}). {', or '.join(remedies)}.{advice}{_about_unit(asked, allowed)}",
+        f"are there all the time ({_parts_of(fixed)}). {raised}, or {reduced}.{advice}{_about_unit(asked, allowed)}",
         budget_bytes=allowed,
         least_bytes=least_bytes,
     )

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import repeat
@@ -65,9 +66,7 @@ class Plan(PlanContents, OfPlanner, Saved):
         return self.assignment(site)
 
     def __repr__(self) -> str:
-        counts: dict[str, int] = {}
-        for decision in self.decisions:
-            counts[decision.candidate.name] = counts.get(decision.candidate.name, 0) + 1
+        counts = Counter(decision.candidate.name for decision in self.decisions)
         done = ", ".join(f"{count} x {name}" for name, count in counts.items())
         return f"Plan({self.made_for.model} in {in_words(self.budget_bytes)}: {done})"
 

@@ -136,9 +136,8 @@ class _Tracer(TorchDispatchMode):
         self._aside: list[Allocation] = []  # by the guards of the recomputations that run
         self._node: int | None = None  # of autograd, that runs
         self._node_began = 0  # the op with which it did
-        self._sum: tuple[Allocation, Allocation] | None = (
-            None  # the last op's, of gradients: what it added to, its result
-        )
+        # The last op's, of gradients: what it added to, its result.
+        self._sum: tuple[Allocation, Allocation] | None = None
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -363,9 +362,8 @@ def _is_called_by_autograd() -> bool:
     frame = sys._getframe(2).f_back
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_AROUND_MODES):
         frame = frame.f_back
-    return (
-        frame is None or frame.f_code.co_filename == torch.autograd.graph.__file__
-    )  # None: a thread of autograd's own
+    # None: a thread of autograd's own.
+    return frame is None or frame.f_code.co_filename == torch.autograd.graph.__file__
 
 
 class _Functions(TorchFunctionMode):
