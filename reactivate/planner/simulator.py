@@ -16,7 +16,6 @@ from time import perf_counter
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from reactivate._model.apply import apply
@@ -31,7 +30,7 @@ from reactivate.planner.cost.measured import time_call
 from reactivate.planner.distributed import Ranks
 from reactivate.planner.progress import Tell
 from reactivate.planner.recorded_calls import recorded_calls
-from reactivate.planner.step import TrainingStep
+from reactivate.planner.step import Running, TrainingStep
 from reactivate.planner.target import RESERVE, Target, available_bytes, is_alone
 from reactivate.planner.trace.answers import RealAnswers
 from reactivate.planner.trace.data_scope import DataMargin
@@ -53,14 +52,12 @@ class _StopStep(BaseException):
 
 
 @contextmanager
-def on_tensors(
-    step: TrainingStep, device: torch.device, answers: RealAnswers | None, *, is_real: bool
-) -> Iterator[tuple[Callable[[], None], list[Tensor]]]:
-    """Yield what runs the step, and the tensors that are there before it: its own or fake ones, with recorded results."""
+def on_tensors(step: TrainingStep, device: torch.device | None, answers: RealAnswers | None) -> Iterator[Running]:
+    """Yield what `step.on_tensors` does. Results are recorded there if it is for real, and given otherwise."""
     with ExitStack() as stack:
-        run, known = stack.enter_context(step.on_tensors(None if is_real else device))
+        run, known = stack.enter_context(step.on_tensors(device))
         if answers is not None:
-            stack.enter_context(answers.recorded(known) if is_real else answers.given(known))
+            stack.enter_context(answers.recorded(known) if device is None else answers.given(known))
         yield run, known
 
 
@@ -90,7 +87,7 @@ def simulate(
     """
     options: dict[str, Any] = {"count_functions": count_functions, "rehearsal": rehearsal, "watch": watch}
     options |= {"model": step.model, "answers": None if is_real else answers}
-    on = on_tensors(step, device, answers, is_real=is_real)
+    on = on_tensors(step, None if is_real else device, answers)
     with apply(step.model, policy), on as (run, known), traced(units, known, costs, **options) as trace:
         trace.is_real = is_real
         run()
@@ -167,7 +164,7 @@ class Simulator:
         device = self._target.device
 
         def record(*, is_real: bool) -> dict[str, tuple[RecordedCall, ...]]:
-            on = functools.partial(on_tensors, self._step, device, None if is_real else self._answers, is_real=is_real)
+            on = functools.partial(on_tensors, self._step, *((None, None) if is_real else (device, self._answers)))
             return recorded_calls(self._step.model, on, self._units, functions, costs)
 
         fits = SAVING_ALL * plain_bytes < available_bytes(device)

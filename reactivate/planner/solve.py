@@ -217,11 +217,10 @@ class _Move:
         for option, outside in zip(options, chain.outside[start + 1 :]):
             need = max(need, held + option.need_bytes, held + option.held_bytes + outside)
             held += option.held_bytes
-        times = (
+        time, forward, backward = (
             sum(map(_ticks, column))
             for column in zip(*((o.seconds, o.forward_seconds, o.backward_seconds) for o in options))
         )
-        time, forward, backward = times
         copies = options[0].transfer
         if copies is None:
             return cls(held, need, time, 0, forward, backward, None, 0, options)

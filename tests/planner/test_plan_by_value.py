@@ -132,7 +132,7 @@ def test_what_a_block_returns_is_there_anyway() -> None:
     step = TrainingStep(model, (torch.randn(1, 2, 16, 16),))
     units, functions = {"0": model[0], "1": model[1]}, {"0": ("conv2d", "relu")}
     device = torch.device("cpu")
-    calls = recorded_calls(model, lambda: on_tensors(step, device, None, is_real=False), units, functions, _Ones())["0"]
+    calls = recorded_calls(model, lambda: on_tensors(step, device, None), units, functions, _Ones())["0"]
     assert [call.name.path for call in calls] == ["0", "1", "2", "3"]
     assert sum(calls[1].saved.values()) == 2 * 14 * 14 * 4 and sum(calls[3].saved.values()) == 0
     assert sum(calls[0].results.values()) == 2 * 14 * 14 * 4 and sum(calls[3].results.values()) == 0
