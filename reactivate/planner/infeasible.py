@@ -18,8 +18,8 @@ def infeasible(
     least_bytes: int,
     fixed: Fixed,
     plain_bytes: int,
-    device: tuple[str, int] = ("", 0),
-    advice: str = "",
+    device: tuple[str, int],
+    advice: str,
 ) -> PlanInfeasible:
     """Return the error that says that nothing fits, and what would.
 

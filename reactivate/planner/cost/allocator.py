@@ -56,7 +56,9 @@ class CachingAllocator:
         """Take a block of at least this size."""
         size = max(BLOCK, -(-size_bytes // BLOCK) * BLOCK)
         is_small = size <= SMALL
-        block = self._best_fit(size, is_small) or self._segment(size, is_small)
+        free = self._free[is_small]
+        best = bisect_left(free, (size, -1))
+        block = free.pop(best)[2] if best < len(free) else self._segment(size, is_small)
         block.is_free = False
         left = block.size_bytes - size
         if left >= BLOCK if is_small else left > SMALL:
@@ -67,7 +69,8 @@ class CachingAllocator:
         """Give a block back, as one with its free neighbours."""
         for beside in (block.before, block.after):
             if beside is not None and beside.is_free:
-                self._take_from_free(beside)
+                free = self._free[beside.is_small]
+                del free[bisect_left(free, (beside.size_bytes, beside.number))]
                 block.size_bytes += beside.size_bytes
                 if beside is block.before:
                     block.before = beside.before
@@ -79,11 +82,6 @@ class CachingAllocator:
                         block.after.before = block
         block.is_free = True
         self._enter_free(block)
-
-    def _best_fit(self, size: int, is_small: bool) -> MemoryBlock | None:
-        free = self._free[is_small]
-        index = bisect_left(free, (size, -1))
-        return free.pop(index)[2] if index < len(free) else None
 
     def _segment(self, size: int, is_small: bool) -> MemoryBlock:
         whole = -(-size // OWN_SEGMENT) * OWN_SEGMENT
@@ -104,10 +102,6 @@ class CachingAllocator:
 
     def _enter_free(self, block: MemoryBlock) -> None:
         insort(self._free[block.is_small], (block.size_bytes, block.number, block))
-
-    def _take_from_free(self, block: MemoryBlock) -> None:
-        free = self._free[block.is_small]
-        del free[bisect_left(free, (block.size_bytes, block.number))]
 
 
 def reserved_for(trace: Trace, fixed_bytes: int) -> int | None:

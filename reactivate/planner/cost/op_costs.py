@@ -52,10 +52,6 @@ class RooflineCosts:
             self._known[key] = cost
         return cost
 
-    def keys(self) -> dict[int, Key]:
-        """Return the key of each cost that was told so far, by its id."""
-        return {id(cost): key for key, cost in self._known.items()}
-
 
 class MeasuredCosts(RooflineCosts):
     """The costs of ops as they were measured; of an op in other shapes, what its nearest ones lead to.
@@ -96,7 +92,7 @@ class MeasuredCosts(RooflineCosts):
             trace: the step. Its tensors have the memory that they have, whatever an op costs.
             before: the costs that it was traced with.
         """
-        keys = before.keys()
+        keys = {id(cost): key for key, cost in before._known.items()}
         costs = [self._measured.get(keys[id(cost)]) for cost in trace.costs]
         if not trace.is_real or None in costs:
             return None

@@ -46,10 +46,6 @@ class DataScope:
             if not tensor.is_floating_point() and not tensor.is_complex() and id(tensor) not in own:
                 self._follow([tensor], is_given=True)
 
-    def holds(self, path: str) -> bool:
-        """Return whether a module is one of them, or inside of one."""
-        return any(is_below(path, above) for above in self.paths)
-
     def ran(self, given: list[Tensor], made: list[Tensor], path: str, *, reads_numbers: bool) -> None:
         """An op of a module has run.
 
@@ -61,7 +57,7 @@ class DataScope:
         if reads_numbers and not is_given:
             self.paths.add(path)
         self._follow(made, is_given=is_given)
-        if not self.holds(path):
+        if not any(is_below(path, above) for above in self.paths):
             self._shapes.update(tuple(tensor.shape) for tensor in (*given, *made))
 
     def returned(self, path: str, outer: str, result: Any) -> None:
