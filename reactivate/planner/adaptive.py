@@ -237,8 +237,8 @@ class AdaptivePlan(PerCall):
         Args:
             planner: has looked at the plain step.
         """
-        total, own_bytes = planner.fixed.total, planner.own_bytes(self.budget_bytes)
-        plain_bytes = planner.plain.needed_bytes
+        total, plain_bytes = planner.fixed.total, planner.plain.needed_bytes
+        own_bytes = self.budget_bytes - total
         if all(self._ranks.gather(plain_bytes <= own_bytes)):
             return dict.fromkeys(planner.units, KEEP), total + plain_bytes, 0.0
         search = SharedSearch(self._ranks, planner.tabulate().search, own_bytes, plain_bytes)

@@ -191,9 +191,9 @@ def plan(
         planner = Planner(planned, target, optimizer, tell, offered, needs_fakes=is_adaptive, head=head, ranks=ranks)
         found = planner.prepare().plan(asked)
         if asked is None:
-            capacity = target.capacity_bytes(planner.fixed.total, is_predicted=planner.is_predicted)
+            capacity = target.capacity_bytes(planner.fixed.total, is_predicted=planner.profile.is_predicted)
             found = within_device(found, capacity, planner.plan, ranks)
-        if compiled and not planner.is_predicted:
+        if compiled and not planner.profile.is_predicted:
             found = holding_compiled(found, compiled, planner.plan)
     found = replace(found, planning_seconds=perf_counter() - began)
     _warn_of_mistakes(found, model, device, compiled)

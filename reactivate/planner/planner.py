@@ -22,7 +22,7 @@ from reactivate.planner.call_values import make_menus
 from reactivate.planner.candidates import FULL, KEEP, Assignment, Candidate, list_candidates
 from reactivate.planner.compiled_steps import CompiledSteps
 from reactivate.planner.containers import with_containers
-from reactivate.planner.contents import Circumstances, Decision, Fixed, Point, Proof, StorageUse
+from reactivate.planner.contents import Circumstances, Decision, Point, Proof, StorageUse
 from reactivate.planner.cost.measured import measure_step
 from reactivate.planner.cost.memory import fixed_memory, optimizer_memory, others_on, workspaces_on
 from reactivate.planner.cost.op_costs import RooflineCosts
@@ -110,11 +110,6 @@ class Planner:
         self._simulator = Simulator(step, here, self.units, tell, self._ranks, needs_fakes=is_faked)
         self._compiled: CompiledSteps | None = None  # where candidates are measured on compiled blocks
 
-    @property
-    def is_predicted(self) -> bool:
-        """Return whether nothing runs after all."""
-        return self.profile.is_predicted
-
     # -- the plain step -----------------------------------------------------------------------------------------------
 
     def trace_plain(self) -> None:
@@ -123,14 +118,14 @@ class Planner:
         Raises:
             PlanInfeasible: what is there all the time is larger than the device; nothing has run then.
         """
-        fixed = functools.partial(fixed_memory, self.step)
-        self._check_room(fixed(0))
+        self.fixed = fixed_memory(self.step)
+        self._check_room()
         if not self._is_profiled:
             costs, device = self.profile.costs, self.target.device
             needs = optimizer_memory(self.optimizer, self.step.model, costs, device)
             self.profile = replace(self.profile, optimizer_bytes=needs)
-        self.fixed = fixed(self.profile.optimizer_bytes[0])
-        self._check_room(self.fixed)
+        self.fixed = replace(self.fixed, optimizer=self.profile.optimizer_bytes[0])
+        self._check_room()
         with self.step.observed(lambda facts: setattr(self, "_facts", facts)):
             plain = self._simulator.first(self.profile.costs)
         self.step.check_ran(any(plain.calls), any(op.is_backward for op in plain.ops))
@@ -139,8 +134,8 @@ class Planner:
         self.units = {path: unit for path, unit in self.units.items() if path in self._called}
         self.plain_seconds = plain.seconds * self.profile.scale
         if self.target.is_here and not self._is_profiled:
-            plain, step = self._measure(plain), self.step  # by now libraries have taken their workspaces
-            others = others_on(self.target.device, step.model, step.args, step.kwargs, self.optimizer)
+            plain = self._measure(plain)  # by now libraries have taken their workspaces
+            others = others_on(self.target.device, self.step, self.optimizer)
             scale = self.plain_seconds / plain.seconds if plain.seconds else 1.0
             self.profile = replace(self.profile, scale=scale, others_bytes=others)
         elif not self._is_profiled:
@@ -151,9 +146,9 @@ class Planner:
         self.plain = plain
         self.plain_summary = self._summarize(plain, {})
 
-    def _check_room(self, fixed: Fixed) -> None:
-        """See to it that the device of each rank has room for what is there all the time."""
-        for others, memory_bytes in self._ranks.gather((fixed, self.target.memory_bytes)):
+    def _check_room(self) -> None:
+        """See to it that the device of each rank has room for what is there all the time, as far as that is known."""
+        for others, memory_bytes in self._ranks.gather((self.fixed, self.target.memory_bytes)):
             if 0 < memory_bytes < others.total:
                 raise no_room(others, self._device, memory_bytes)
 
@@ -300,7 +295,7 @@ class Planner:
         allowed = self.allowed_bytes(budget)
         self._tell("the plan, solved and proved")
         is_enough = all(self._ranks.gather(self.optimizer_bytes <= allowed))
-        found = self._fastest(self.own_bytes(allowed)) if is_enough else None
+        found = self._fastest(allowed - self.fixed.total) if is_enough else None
         if found is None:
             least, head = self.smallest_bytes(), self._head_search
             advice = ("" if head is None else head.advice()) + about_repeated(self.plain)
@@ -315,13 +310,9 @@ class Planner:
         allowed = budget.total(self.fixed.total, self.plain.peak_bytes)
         return min(allowed, self.target.memory_bytes or allowed)
 
-    def own_bytes(self, allowed_bytes: int) -> int:
-        """Return what of a budget is for the step itself: without what is there all the time."""
-        return allowed_bytes - self.fixed.total
-
     def default_budget(self) -> Budget:
         """Return a budget of what is free on the device, less a reserve, and of what the step has there already."""
-        return parse(self.target.free_bytes(self.fixed.total, is_predicted=self.is_predicted))
+        return parse(self.target.free_bytes(self.fixed.total, is_predicted=self.profile.is_predicted))
 
     def smallest_bytes(self) -> int:
         """Return the least budget for which there is a plan."""
@@ -349,7 +340,7 @@ class Planner:
     @property
     def _device(self) -> str:
         """The device that is planned for, by name."""
-        return self.target.spec.name if self.is_predicted else str(self.target.device)
+        return self.target.spec.name if self.profile.is_predicted else str(self.target.device)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -378,12 +369,12 @@ class Planner:
         )
 
     def _circumstances(self) -> Circumstances:
-        step, facts, units = self.step, self._facts, self._units_of_model
+        step, facts, units, is_predicted = self.step, self._facts, self._units_of_model, self.profile.is_predicted
         inputs = tuple(
             (name, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
             for name, leaf in call_inputs(step.args, step.kwargs).items()
         )
-        made_for = module_class_name(step.model), inputs, self._device, torch.__version__, facts.loss, self.is_predicted
+        made_for = module_class_name(step.model), inputs, self._device, torch.__version__, facts.loss, is_predicted
         return Circumstances(*made_for, units, facts.trains, units - len(self.units))
 
     def _decisions(self, choice: ProvenStep) -> tuple[Decision, ...]:

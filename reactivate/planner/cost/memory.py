@@ -40,25 +40,26 @@ _PRODUCTS = {
 }
 
 
-def fixed_memory(step: TrainingStep, optimizer_bytes: int) -> Fixed:
-    """Return the bytes that are there all the time, each storage once."""
+def fixed_memory(step: TrainingStep) -> Fixed:
+    """Return the bytes that are there all the time, each storage once; without an optimizer's."""
     ledger, model = Ledger(), step.model
     parameters = ledger.enter_all([*model.parameters(), *model.buffers()])
     inputs = ledger.enter_all(leaf for leaf in flatten((step.args, step.kwargs))[0] if isinstance(leaf, Tensor))
-    return Fixed(parameters, step.gradient_bytes, optimizer_bytes, inputs, bucket_bytes(model))
+    return Fixed(parameters, step.gradient_bytes, 0, inputs, bucket_bytes(model))
 
 
-def others_on(device: torch.device, model: Module, args: Any, kwargs: Any, optimizer: Optimizer | None) -> int:
+def others_on(device: torch.device, step: TrainingStep, optimizer: Optimizer | None) -> int:
     """Return the bytes on an accelerator that are none of the step's: other tensors, and workspaces of its libraries.
 
     A CPU's memory is everybody's, and nothing of it counts but buckets.
     """
+    model = step.model
     if device.type == "cpu":
         return bucket_bytes(model)
     parameters = list(model.parameters())
     gradients = [item.grad for item in parameters if item.grad is not None]
     state = [] if optimizer is None else flatten(_plain(optimizer.state.values()))[0]
-    leaves = [*parameters, *model.buffers(), *gradients, *state, *flatten((args, kwargs))[0]]
+    leaves = [*parameters, *model.buffers(), *gradients, *state, *flatten((step.args, step.kwargs))[0]]
     own = Ledger().enter_all(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == device.type)
     return max(int(torch.accelerator.memory_allocated(device)) - own, 0)  # buckets among it
 
