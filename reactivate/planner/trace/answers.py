@@ -93,7 +93,7 @@ class RealAnswers:
 
 
 class _Mode:
-    """What all modes have: the names of values, and the answers that are taken down or given."""
+    """The part that all modes have in common: the names of values, and the answers that are taken down or given."""
 
     def __init__(self, names: ValueNames, answers: RealAnswers) -> None:
         super().__init__()
