@@ -69,8 +69,7 @@ class AmbientState:
 
     def __init__(self, values: list[Any]) -> None:
         self.values = values
-        more = values[_ASK_FOR_MORE]
-        self.rest = _Rest.read(*more) if more != _NOTHING_MORE else None
+        self.rest = _Rest.read(values)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AmbientState) and self.values == other.values and self.rest == other.rest
@@ -79,7 +78,7 @@ class AmbientState:
 
     def is_same(self, values: list[Any]) -> bool:
         """Return whether these are the settings now, of which `READERS` say `values`."""
-        return self.values == values and (self.rest is None or self.rest == _Rest.read(*values[_ASK_FOR_MORE]))
+        return self.values == values and (self.rest is None or self.rest == _Rest.read(values))
 
     def rewound(self) -> AbstractContextManager[Any]:
         """Return a context in which everything is set as here."""
@@ -111,7 +110,14 @@ class _Rest(NamedTuple):
     autocast: tuple[Any, ...] | None
 
     @classmethod
-    def read(cls, has_function_mode: bool, has_dispatch_mode: int, is_autocast: bool) -> _Rest:
+    def read(cls, values: list[Any]) -> _Rest | None:
+        """Read what `READERS` say is there; None if that is nothing."""
+        has_function_mode, has_dispatch_mode, is_autocast = more = values[_ASK_FOR_MORE]
+        is_autocast = (
+            is_autocast or values[_NESTING] > 0
+        )  # a context that is disabled has a dtype for those inside of it
+        if more == _NOTHING_MORE and not is_autocast:
+            return None
         return cls(
             tuple(filterfalse(_is_ours, function_modes())) if has_function_mode else (),
             tuple(filter(_is_users, dispatch_modes())) if has_dispatch_mode else (),

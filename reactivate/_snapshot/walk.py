@@ -285,7 +285,7 @@ class Walk:
 
     def _optimizer(self, value: Optimizer, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
-        self.holders.append(holding.ListHolder(value.param_groups))
+        self.holders += [holding.ListHolder(value.param_groups), *map(holding.DictHolder, value.param_groups)]
         for parameter in chain.from_iterable(group["params"] for group in value.param_groups):
             self.look(parameter, f"{place}.param_groups", depth)
 

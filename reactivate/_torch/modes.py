@@ -315,6 +315,34 @@ def _fp32_precision(*key: str) -> Flag:
     return Flag(f"{' '.join(key)} fp32_precision", read, write)
 
 
+def _read_float32_matmul() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the newer flags say something that this older one has no word for
+        return None
+
+
+def _write_float32_matmul(value: str | None) -> None:
+    if value is not None:
+        torch.set_float32_matmul_precision(value)
+
+
+_OLDER = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
+
+
+def _float32_matmul() -> Flag:
+    """Return the precision of products on the CPU, with the older setting for all devices that goes with it."""
+    flag = _fp32_precision("mkldnn", "matmul")
+
+    def write(value: str) -> None:
+        flag.write(value)
+        if value in _OLDER and _read_float32_matmul() != _OLDER[value]:  # torch refuses to read some mixtures of both
+            torch.set_float32_matmul_precision(_OLDER[value])
+            flag.write(value)
+
+    return flag._replace(write=write)
+
+
 def _flag(name: str, read: str, public: Any, write: str = "") -> Flag:
     """Return a flag with private names, and with a public way: an attribute of `torch.backends`, or two functions."""
     names = f"torch._C._get_{read}", f"torch._C._set_{write or read}"
@@ -360,25 +388,13 @@ _CPU_FLAGS = (
         _question("is_deterministic_algorithms_warn_only"),
         lambda value: torch.use_deterministic_algorithms(_is_deterministic(), warn_only=value),
     ),
-    _fp32_precision("mkldnn", "matmul"),
+    _float32_matmul(),
     _flag("mkldnn", "mkldnn_enabled", "mkldnn.enabled"),
     _sdp("flash", "flash"),
     _sdp("math", "math"),
     Flag("autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     Flag("threads", torch.get_num_threads, torch.set_num_threads),
 )
-
-
-def _read_float32_matmul() -> str | None:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # the newer flags, which are above, say something that this older one has no word for
-        return None
-
-
-def _write_float32_matmul(value: str | None) -> None:
-    if value is not None:
-        torch.set_float32_matmul_precision(value)
 
 
 _choose_attention: Callable[[Tensor, Tensor, Tensor], Any] = resolve_private(

@@ -40,6 +40,16 @@ def default_dtype(dtype: torch.dtype) -> Any:
         torch.set_default_dtype(before)
 
 
+@contextmanager
+def float32_matmul(precision: str) -> Any:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 class SinIsCos(TorchFunctionMode):
     """Turns sin into cos."""
 
@@ -97,9 +107,26 @@ def makes_tensors(x: Tensor) -> Tensor:
     return (x.sin() * torch.arange(float(x.shape[-1]))).exp().tanh()
 
 
+def mixed_inside(x: Tensor) -> Tensor:
+    """With the dtype of the context around it, though that is disabled."""
+    with torch.autocast("cpu"):
+        return matmuls(x).float()
+
+
+def asks_for_the_dtype(x: Tensor) -> Tensor:
+    return matmuls(x * torch.finfo(torch.get_autocast_dtype("cpu")).max ** 0.01)
+
+
+def asks_for_the_precision(x: Tensor) -> Tensor:
+    return matmuls(x * (2 if torch.get_float32_matmul_precision() == "high" else 1))
+
+
 SETTINGS: list[tuple[str, Callable[[], AbstractContextManager[Any]], Callable[[Tensor], Tensor]]] = [
     ("autocast", lambda: torch.autocast("cpu", torch.bfloat16), matmuls),
     ("autocast float16", lambda: torch.autocast("cpu", torch.float16), matmuls),
+    ("autocast disabled", lambda: torch.autocast("cpu", torch.float16, enabled=False), mixed_inside),
+    ("autocast disabled, asked", lambda: torch.autocast("cpu", torch.float16, enabled=False), asks_for_the_dtype),
+    ("float32 matmul", lambda: float32_matmul("high"), asks_for_the_precision),
     ("default dtype", lambda: default_dtype(torch.float64), elementwise),
     ("function mode", SinIsCos, elementwise),
     ("function mode that doubles everything", AllDoubled, elementwise),
@@ -129,6 +156,8 @@ def test_setting(name: str, context: Callable[[], Any], fn: Callable[[Tensor], T
             torch.autograd.backward(out, cotangent)
         return [out.detach(), x.grad]
 
+    if where == "backward" and name.startswith("autocast disabled"):
+        pytest.skip("what a context will set that is not there in the forward, nothing says then")
     plain, ours = once(lambda fn: fn), once(reactivate.checkpoint)
     for one, other in zip(plain, ours):
         assert_bitwise(one, other, name)

@@ -1027,11 +1027,12 @@ def in_place_ops_on_lists_move_versions_in_a_dispatch_mode() -> None:
     assert tensors[0].tolist() == [4.0, 4.0]
 
 
-@needs("leaves_at_op", "tensors_in")
+@needs("leaves_at_op", "tensors_at_op", "tensors_in")
 def what_ops_take_is_listed() -> None:
     x, y = torch.ones(2), torch.ones(3)
     assert room.tensors_in((x, [None, 3]), {"out": {"y": (y,)}}) == [x, y]
     assert room.leaves_at_op(([x, None], {"out": (y, 2.0)})) == [x, y, 2.0]
+    assert room.tensors_at_op(([x, None], {"out": (y, 2.0)})) == [x, y]
 
 
 @needs("flatten", "unflatten")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from state_programs import Program, Programs, Wrap, backward, check_program, curve, leaf
 from torch import Tensor, nn
 
@@ -63,6 +64,25 @@ def first_attribute_of_a_function_that_code_names(wrap: Wrap) -> Any:
 @PROGRAMS.right
 def first_attribute_that_holds_a_list(wrap: Wrap) -> Any:
     return trained(wrap, calls_listing, listing)
+
+
+@PROGRAMS.right
+def rate_of_an_optimizer(wrap: Wrap) -> Any:
+    linear, found = nn.Linear(4, 4), []
+    optimizer = torch.optim.SGD(linear.parameters(), lr=1.0)
+
+    def scaled(x: Tensor, step: int) -> Tensor:
+        group = optimizer.param_groups[0]
+        if step >= LATE:
+            group["lr"] = group["lr"] + 1
+        return curve(linear(x), group["lr"])
+
+    checkpointed = wrap(scaled)
+    for step in range(STEPS):
+        linear.zero_grad()
+        backward(checkpointed(leaf(4), step))
+        found += [linear.weight.grad, optimizer.param_groups[0]["lr"]]
+    return found
 
 
 class Calls(nn.Module):
