@@ -38,7 +38,7 @@ _FAR_LARGER = 10
 all others."""
 _SAMPLES = 1 << 16
 """How many elements show what is usual."""
-_ROWS, _AT_ONCE = 32, 4
+_ROWS, _AT_ONCE = 16, 2
 """How many sums a profile has, which is held until the backward, and of how many there is a copy at a time."""
 OUTPUTS = 1 << 30
 """The number of the first output, behind those of all saved tensors."""

@@ -1,4 +1,4 @@
-"""Whether many objects hold what they held, asked in a few calls of C for most of them.
+"""A quick look whether many objects hold what they held: most of them are asked together, in a few calls of C.
 
 The layer of a large model reaches some sixty dicts, classes, lists and names, which hardly ever change. To ask each of its
 holders costs more than all else that is done for a region.

@@ -327,18 +327,14 @@ def _write_float32_matmul(value: str | None) -> None:
         torch.set_float32_matmul_precision(value)
 
 
-_OLDER = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
-
-
 def _float32_matmul() -> Flag:
     """Return the precision of products on the CPU, with the older setting for all devices that goes with it."""
     flag = _fp32_precision("mkldnn", "matmul")
+    older = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "medium"}
 
     def write(value: str) -> None:
+        _write_float32_matmul(older.get(value))  # which sets the newer as well; torch refuses to read some mixtures
         flag.write(value)
-        if value in _OLDER and _read_float32_matmul() != _OLDER[value]:  # torch refuses to read some mixtures of both
-            torch.set_float32_matmul_precision(_OLDER[value])
-            flag.write(value)
 
     return flag._replace(write=write)
 
@@ -475,12 +471,9 @@ FLAGS: tuple[Flag, ...] = tuple(
     for flag in (_CPU_FLAGS if accelerator_device() is None else _CPU_FLAGS + _cuda_flags())
     if not is_missing(flag.read) and not is_missing(flag.write)
 )
-if accelerator_device() is not None:
-    with (
-        warnings.catch_warnings()
-    ):  # torch 2.9 warns of the older flag once, when it is first read: that was not the user
-        warnings.simplefilter("ignore")
-        _read_float32_matmul()
+with warnings.catch_warnings():  # torch 2.9 warns of the older flag once, when it is first read: that was not the user
+    warnings.simplefilter("ignore")
+    _read_float32_matmul()
 
 is_any_autocast_enabled: Callable[[], bool] = resolve_private(
     "detecting autocast of any device type",
