@@ -20,8 +20,10 @@ def checksum(flat: Tensor) -> Tensor:
     if start >= stop:
         return _mixed(flat.contiguous().view(torch.uint8).long())
     bits = _mixed(flat[start:stop].view(torch.int64))
-    rest = torch.cat([flat[:start], flat[stop:]])
-    return bits + _mixed(rest.view(torch.uint8).long()) if len(rest) else bits
+    rest = torch.cat(
+        [flat[:start].view(torch.uint8), flat[stop:].view(torch.uint8)]
+    )  # as bytes: autocast looks at floats
+    return bits + _mixed(rest.long()) if len(rest) else bits
 
 
 def checksum_of(tensor: Tensor) -> Tensor:

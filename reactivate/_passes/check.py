@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from reactivate._bits import checksum, checksum_of, elements_in_a_row
 from reactivate._passes.stale import comes_from_stale, watches
 from reactivate._snapshot.geometry import has_memory
-from reactivate._torch.modes import run_unseen
+from reactivate._torch.modes import is_any_autocast_enabled, run_unseen
 from reactivate._torch.ops import flatten
 from reactivate._types import Unrestored
 
@@ -36,7 +36,7 @@ _ROUNDINGS, _COARSE_ROUNDINGS = 64, 4
 _FAR_LARGER = 10
 """By how many powers of two an element must be larger than is usual to be cut off: as errors of rounding, its own would hide
 all others."""
-_SAMPLES = 1 << 16
+_SAMPLES = 1 << 10
 """How many elements show what is usual."""
 _ROWS, _AT_ONCE = 16, 2
 """How many sums a profile has, which is held until the backward, and of how many there is a copy at a time."""
@@ -203,6 +203,13 @@ def _is_looked_at(tensor: Tensor) -> bool:
 def _sums_of(tensor: Tensor) -> Sums | None:
     if not _is_looked_at(tensor):
         return None
+    if is_any_autocast_enabled():  # it would round, and refuse to put pieces of two dtypes together
+        with torch.autocast(tensor.device.type, enabled=False):
+            return _sums_without_autocast(tensor)
+    return _sums_without_autocast(tensor)
+
+
+def _sums_without_autocast(tensor: Tensor) -> Sums:
     flat = elements_in_a_row(tensor)
     bits = checksum(flat)
     if not flat.is_floating_point():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from reactivate._passes.oplog import checksum
+from reactivate._torch.autograd import FUNCTION_APPLY_CODE
 from reactivate._torch.modes import run_unseen
 from reactivate._torch.ops import tensors_in
 
@@ -30,15 +32,22 @@ _WITHOUT_CONTENTS = frozenset(
 )
 
 
+def _value(number: int, dtype: torch.dtype) -> float:
+    """Return what memory is filled with: in the place of 1 the largest number, but for indices, which have to be in range."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return number * torch.finfo(dtype).max
+    return number * (torch.iinfo(dtype).max if dtype in (torch.uint8, torch.int8) else 1)
+
+
 class Filled(TorchFunctionMode):
     """Inside, tensors that code asks for without contents hold a number.
 
     Args:
-        number: the number.
+        number: 0, or 1 for what is far from it.
 
     Attributes:
         is_used: whether there was such a tensor.
-        given: the numbers of the saved tensors that ops were called with, and did not write to.
+        given: the numbers of the saved tensors that ops and custom functions were called with; ops did not write to them.
     """
 
     def __init__(self, number: int) -> None:
@@ -58,12 +67,15 @@ class Filled(TorchFunctionMode):
             self._arguments, self._saved = around
         if func in _WITHOUT_CONTENTS and result.layout is torch.strided:
             self.is_used = True
-            result.data.fill_(self._number)  # which leaves the version as it is
+            result.data.fill_(_value(self._number, result.dtype))  # which leaves the version as it is
         return result
 
-    def saves(self, number: int, tensor: Tensor) -> None:
-        """Autograd saves a tensor."""
-        if id(tensor) in self._arguments:
+    def saves(self, number: int, tensor: Tensor, frame: FrameType) -> None:
+        """Autograd saves a tensor, in a frame."""
+        if frame.f_code is FUNCTION_APPLY_CODE:  # of which no mode is told
+            if id(tensor) in map(id, tensors_in(frame.f_locals.get("args", ()), {})):
+                self.given.add(number)
+        elif id(tensor) in self._arguments:
             self._saved.append((number, tensor, run_unseen(checksum, tensor)))
 
     def around(self, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from reactivate._passes.check import NOTHING, OUTPUTS, Check
 from reactivate._passes.uninitialised import Filled
 from reactivate._region import errors_text
 from reactivate._saved_calls.saved_call import SETTLING_CODE
-from reactivate._torch.autograd import FUNCTION_APPLY_CODE
 from reactivate._torch.modules import is_distributed_run
 from reactivate.errors import ReactivateError
 
@@ -37,7 +36,8 @@ def compare(region: Region, again: Callable[[], Any]) -> None:
     if forward.doubtful and not is_read_the_same:
         tensor, place = forward.doubtful[0]
         raise region.options.exception(errors_text.modified_input(region, place, tensor))
-    unsure = forward.unsure().difference(_saved_by(region, SETTLING_CODE))
+    of_storages = (number for number, (_, code, _) in enumerate(region.saved) if code is SETTLING_CODE)
+    unsure = forward.unsure().difference(of_storages)
     if is_read_the_same or (number is None and not unsure & forward.differences(first, unsure)):
         return
     is_deterministic, unwritten, given = None, NOTHING, NOTHING
@@ -49,8 +49,9 @@ def compare(region: Region, again: Callable[[], Any]) -> None:
             if number is None:
                 return
             raise
-        # Memory of an op's own may hold anything; not what it was called with, and what a custom function saves.
-        given = unsure & filled.given.union(_saved_by(region, FUNCTION_APPLY_CODE))
+        given = (
+            unsure & filled.given
+        )  # what an op or a custom function makes for itself may be memory that holds anything
         if filled.is_used and second is not None:
             unwritten = _unwritten(
                 second, [_again(region, forward, again, Filled(value)) for value in (1, 1, 0)], given
@@ -63,11 +64,6 @@ def compare(region: Region, again: Callable[[], Any]) -> None:
     if (is_deterministic or forward.is_on_cpu()) and not forward.is_rounding(first, unwritten, given):
         raise region.options.exception(errors_text.missed_state(region, number))
     warnings.warn(errors_text.differs(region, number, is_deterministic), stacklevel=2)
-
-
-def _saved_by(region: Region, wanted: Any) -> Iterator[int]:
-    """Return the numbers of what was saved in a frame of some code."""
-    return (number for number, (_, code, _) in enumerate(region.saved) if code is wanted)
 
 
 def _unwritten(zero: Check, others: list[Check | None], given: frozenset[int]) -> frozenset[int]:

@@ -123,7 +123,7 @@ class Matching:
         if not self.is_complete and self.check is not None and index < len(self.saved) and self.region.slot_of(index):
             self.check.note(index, tensor)
             if self.region.filled is not None:
-                self.region.filled.saves(index, tensor)
+                self.region.filled.saves(index, tensor, _getframe(1))
         return self.pack(tensor)
 
     leave_to_eager(pack.__code__)

@@ -21,14 +21,15 @@ _NONE: tuple[dict[int, Any], ...] = ({}, {})
 def hooks_on(tensors: Sequence[Tensor]) -> Hooks:
     """Copy the hooks on tensors: () if there are none, as mostly."""
     if any(map(any, map(_HOOKS, tensors))):
-        return [tuple(dict(item or ()) for item in pair) for pair in map(_HOOKS, tensors)]
+        return [tuple({} if item is None else dict(_items(item)) for item in pair) for pair in map(_HOOKS, tensors)]
     return ()
 
 
 def are_same_hooks(hooks: Hooks, others: Hooks) -> bool:
     """Return whether these are the same hooks on the same tensors."""
     count = max(len(hooks), len(others))
-    return all(one == other for one, other, _ in zip(_endless(hooks), _endless(others), range(count)))
+    rows = zip(_endless(hooks), _endless(others), range(count))
+    return all([*map(_items, one)] == [*map(_items, other)] for one, other, _ in rows)
 
 
 def put_hooks_on(tensors: Sequence[Tensor], hooks: Hooks) -> None:
@@ -40,9 +41,14 @@ def put_hooks_on(tensors: Sequence[Tensor], hooks: Hooks) -> None:
         if now[0] is None and wanted:  # the tensor stands in for the one that had them
             give_hooks(tensor, wanted)
         for present, noted in zip(now, pair):
-            if present is not None and dict(present) != noted:
+            if present is not None and _items(present) != _items(noted):
                 present.clear()
                 present.update(noted)
+
+
+def _items(hooks: dict[int, Any]) -> list[tuple[int, Any]]:
+    """List hooks in the order in which autograd calls them: that of the dict, whatever an `OrderedDict` makes of it."""
+    return [*dict.items(hooks)]
 
 
 def _endless(hooks: Hooks) -> chain[tuple[dict[int, Any], ...]]:

@@ -146,7 +146,33 @@ def recurrent(x: Tensor) -> Tensor:
     return nn.LSTM(10, 6, num_layers=2, dropout=0.2)(x.view(4, 2, 10))[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("fn", [rrelu, rrelu_with_noise, ctc, recurrent, nn.Dropout(0.3), nn.MaxPool1d(2)])
+class Scratch(torch.autograd.Function):
+    """Saves memory of which it has written to a part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        scratch = torch.Tensor(2 * len(x), 20)  # which no mode sees
+        scratch[: len(x)] = x.cos()
+        ctx.save_for_backward(scratch)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0][: len(gradient)]
+
+
+def capacity(x: Tensor) -> Tensor:
+    """A mask of rows of which some are not written to, and none of these is used."""
+    chosen = torch.empty(8, 1, dtype=torch.uint8)
+    chosen[:4] = 3
+    rows = torch.cat([x, x])
+    return (rows * (chosen < 16))[:4]
+
+
+OPS = [rrelu, rrelu_with_noise, ctc, recurrent, nn.Dropout(0.3), nn.MaxPool1d(2), Scratch.apply, capacity]
+
+
+@pytest.mark.parametrize("fn", OPS)
 def test_memory_of_an_op_is_not_compared(fn: Callable[[Tensor], Tensor]) -> None:
     def train(wrap: Wrap) -> Any:
         checkpointed, found = wrap(fn), []
@@ -159,3 +185,19 @@ def test_memory_of_an_op_is_not_compared(fn: Callable[[Tensor], Tensor]) -> None
         return found
 
     check_program(Program(train, recomputations=12))
+
+
+@pytest.mark.parametrize("count", [1, 7, 33, 257])
+@pytest.mark.parametrize("kinds", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)], ids=str)
+def test_saved_tensors_of_another_dtype_than_that_of_autocast(kinds: Any, count: int) -> None:
+    def block(x: Tensor) -> Tensor:
+        return x.to(kinds[1]).sin().float() * 2
+
+    def train(wrap: Wrap) -> Any:
+        x = leaf(count)
+        with torch.autocast("cpu", kinds[0]):
+            out = wrap(block)(x)
+        backward(out)
+        return x.grad
+
+    check_program(Program(train))

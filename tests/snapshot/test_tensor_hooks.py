@@ -165,6 +165,23 @@ def hook_on_a_tensor_in_a_list(wrap: Wrap) -> Any:
     return found
 
 
+@right
+def hooks_in_another_order(wrap: Wrap) -> Any:
+    """They are called in the order that they had in the forward."""
+    found = []
+    for _ in range(STEPS):
+        start = leaf(3, 4)
+        tensor, x = start * 2, leaf(3, 4)
+        tensor.register_hook(halve)
+        tensor.register_hook(lambda gradient: gradient + 1)
+        out = wrap(penalised)(tensor, x)
+        hooks: Any = tensor._backward_hooks
+        hooks.move_to_end(next(iter(hooks)))
+        backward(out)
+        found += [start.grad, x.grad]
+    return found
+
+
 # -- what else tensors in containers have -------------------------------------------------------------------------------
 
 
