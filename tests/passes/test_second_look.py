@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from several import each
 from state_programs import Program, Wrap, backward, check_program, leaf
 from torch import Tensor, nn
 
@@ -172,7 +173,7 @@ def capacity(x: Tensor) -> Tensor:
 OPS = [rrelu, rrelu_with_noise, ctc, recurrent, nn.Dropout(0.3), nn.MaxPool1d(2), Scratch.apply, capacity]
 
 
-@pytest.mark.parametrize("fn", OPS)
+@each("fn", OPS, ids=str)
 def test_memory_of_an_op_is_not_compared(fn: Callable[[Tensor], Tensor]) -> None:
     def train(wrap: Wrap) -> Any:
         checkpointed, found = wrap(fn), []
@@ -187,7 +188,7 @@ def test_memory_of_an_op_is_not_compared(fn: Callable[[Tensor], Tensor]) -> None
     check_program(Program(train, recomputations=12))
 
 
-@pytest.mark.parametrize("count", [1, 7, 33, 257])
+@each("count", [1, 7, 33, 257], ids=str)
 @pytest.mark.parametrize("kinds", [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)], ids=str)
 def test_saved_tensors_of_another_dtype_than_that_of_autocast(kinds: Any, count: int) -> None:
     def block(x: Tensor) -> Tensor:

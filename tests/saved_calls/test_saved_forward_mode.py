@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from several import each
 from state_programs import Program, Wrap, backward, check_program
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -43,7 +44,7 @@ def without_gradient(linear: nn.Linear, x: Tensor, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("fn", [inside, without_gradient])
-@pytest.mark.parametrize("policy", POLICIES)
+@each("policy", POLICIES, ids=str)
 def test_a_level_inside_of_the_region(policy: str, fn: Callable[..., Tensor]) -> None:
     def train(wrap: Wrap) -> Any:
         linear, found = nn.Linear(4, 4), []
@@ -57,7 +58,7 @@ def test_a_level_inside_of_the_region(policy: str, fn: Callable[..., Tensor]) ->
     check_program(Program(train, recomputations=STEPS))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@each("policy", POLICIES, ids=str)
 def test_a_level_around_the_region(policy: str) -> None:
     def train(wrap: Wrap) -> Any:
         linear, found = nn.Linear(4, 4), []

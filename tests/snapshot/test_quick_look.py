@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from several import each
 from state_programs import Program, Wrap, backward, check_program, curve, leaf
 from torch import Tensor, nn
 
@@ -18,6 +19,9 @@ FACTOR = 1.0
 
 def factor_of(scale: float = 1.0) -> float:
     return scale
+
+
+AS_WRITTEN = factor_of.__code__, factor_of.__defaults__
 
 
 def other_factor_of(scale: float = 1.0) -> float:
@@ -97,25 +101,22 @@ CHANGES: dict[str, Callable[[Reaching], None]] = {
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Any:
-    code, defaults = factor_of.__code__, factor_of.__defaults__
     yield
-    reset(code, defaults)
+    reset()
 
 
-def reset(code: Any, defaults: Any) -> None:
+def reset() -> None:
     set_global(1.0)
     Reaching.shared = 1.0
-    factor_of.__code__, factor_of.__defaults__ = code, defaults
+    factor_of.__code__, factor_of.__defaults__ = AS_WRITTEN
     vars(factor_of).clear()
 
 
 @pytest.mark.parametrize("when", ["in the region", "between forward and backward", "before the forward"])
-@pytest.mark.parametrize("kind", CHANGES)
+@each("kind", CHANGES, ids=str)
 def test_the_first_change_is_seen(kind: str, when: str) -> None:
-    code, defaults = factor_of.__code__, factor_of.__defaults__
-
     def train(wrap: Wrap) -> Any:
-        reset(code, defaults)
+        reset()
         module, found = Reaching(), []
         checkpointed = wrap(module)
         for step in range(STEPS):
