@@ -38,6 +38,7 @@ from reactivate._xla.fence import fences
 LARGE_TREE = 64
 """The number of modules up to which all of them are noted for every region."""
 
+_FEW_HOLDERS = 12  # to ask fewer one by one takes no longer than to ask them together
 _MOST_MISSES = 4  # in a row, after which a tree is not kept any more: its objects change with every call
 
 
@@ -191,7 +192,8 @@ class KeptTree:
             changed = self._look.others()
         else:
             changed = [index for index, holder in enumerate(self._holders) if not holder.is_at(self._contents[index])]
-            self._look = None if changed else QuickLook(self._holders, self._contents)
+            is_worth_it = not changed and len(self._holders) >= _FEW_HOLDERS
+            self._look = QuickLook(self._holders, self._contents) if is_worth_it else None
         if changed:
             self._look = None
             contents = [*self._contents]
