@@ -93,12 +93,12 @@ def of_a_chosen_row(x: Tensor, linear: nn.Linear) -> Tensor:
     return F.embedding(kept().long(), linear.weight)
 
 
-@pytest.mark.parametrize("policy", [None, policies.save_ops("linear")], ids=["recomputed", "saved"])
 COMPARED = [of_an_op, of_a_linear, of_a_chosen_row]
 if FUNCTION_APPLY_CODE is not None:  # otherwise nothing tells what a custom function was called with
     COMPARED.append(of_a_function)
 
 
+@pytest.mark.parametrize("policy", [None, policies.save_ops("linear")], ids=["recomputed", "saved"])
 @pytest.mark.parametrize("fn", COMPARED)
 def test_saved_tensors_without_a_gradient_are_compared(
     fn: Callable[..., Tensor], policy: Any, monkeypatch: pytest.MonkeyPatch
