@@ -20,9 +20,8 @@ def checksum(flat: Tensor) -> Tensor:
     if start >= stop:
         return _mixed(flat.contiguous().view(torch.uint8).long())
     bits = _mixed(flat[start:stop].view(torch.int64))
-    rest = torch.cat(
-        [flat[:start].view(torch.uint8), flat[stop:].view(torch.uint8)]
-    )  # as bytes: autocast looks at floats
+    # As bytes, since autocast looks at floats.
+    rest = torch.cat([flat[:start].view(torch.uint8), flat[stop:].view(torch.uint8)])
     return bits + _mixed(rest.long()) if len(rest) else bits
 
 

@@ -49,13 +49,11 @@ def compare(region: Region, again: Callable[[], Any]) -> None:
             if number is None:
                 return
             raise
-        given = (
-            unsure & filled.given
-        )  # what an op or a custom function makes for itself may be memory that holds anything
+        # What an op or a custom function makes for itself may be memory that holds anything.
+        given = unsure & filled.given
         if filled.is_used and second is not None:
-            unwritten = _unwritten(
-                second, [_again(region, forward, again, Filled(value)) for value in (1, 1, 0)], given
-            )
+            others = [_again(region, forward, again, Filled(value)) for value in (1, 1, 0)]
+            unwritten = _unwritten(second, others, given)
         number = forward.difference(first, unwritten, given)
         is_deterministic = second is not None and first.difference(second, unwritten, given) is None
     if number is None:

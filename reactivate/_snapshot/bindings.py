@@ -16,7 +16,7 @@ from weakref import ref
 
 from reactivate._snapshot.caches import is_importable
 from reactivate._snapshot.held import ATOMS
-from reactivate._snapshot.holders import EMPTY, AttributesHolder, Contents, Holder
+from reactivate._snapshot.holders import EMPTY, AttributesHolder, Contents, Holder, attributes_of, made_of
 
 Namespace = dict[str, Any]
 Names = tuple[tuple[Namespace, str], ...]
@@ -24,9 +24,8 @@ Names = tuple[tuple[Namespace, str], ...]
 CACHED = type(functools.cache(len))
 """The class of functions whose results are cached."""
 
-_CODE, _ATTRIBUTES = attrgetter("__code__"), attrgetter("__dict__")
+_CODE = attrgetter("__code__")
 _DEFAULTS = attrgetter("__defaults__")
-_FIXED = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _OPEN = attrgetter("__closure__", "__kwdefaults__", "__dict__")
 
 
@@ -103,8 +102,8 @@ class CodeHolder(Holder):
 
     def get(self) -> Contents:
         values = chain.from_iterable([bindings.values() for bindings in self.target])
-        attributes = AttributesHolder(self.closed).get() if any(map(_ATTRIBUTES, self.closed)) else ()
-        return (*values, *chain.from_iterable(map(_FIXED, self.functions)), *attributes)
+        attributes = AttributesHolder(self.closed).get() if any(map(attributes_of, self.closed)) else ()
+        return (*values, *chain.from_iterable(map(made_of, self.functions)), *attributes)
 
     def record(self) -> Contents:
         return self.get()

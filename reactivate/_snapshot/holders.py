@@ -343,7 +343,7 @@ class ClassHolder(VersionedHolder):
 
 # -- functions --------------------------------------------------------------------------------------------------------
 
-_of_function, _attributes_of = attrgetter("__code__", "__defaults__", "__kwdefaults__"), attrgetter("__dict__")
+made_of, attributes_of = attrgetter("__code__", "__defaults__", "__kwdefaults__"), attrgetter("__dict__")
 
 
 class FunctionsHolder(Holder):
@@ -354,14 +354,14 @@ class FunctionsHolder(Holder):
 
     def get(self) -> Contents:
         functions = self.target
-        fixed = [*chain.from_iterable(map(_of_function, functions))]
-        return [*fixed, *AttributesHolder(functions).get()] if any(map(_attributes_of, functions)) else fixed
+        fixed = [*chain.from_iterable(map(made_of, functions))]
+        return [*fixed, *AttributesHolder(functions).get()] if any(map(attributes_of, functions)) else fixed
 
     def is_at(self, contents: Contents) -> bool:
         functions = self.target
-        if len(contents) > 3 * len(functions) or any(map(_attributes_of, functions)):
+        if len(contents) > 3 * len(functions) or any(map(attributes_of, functions)):
             return super().is_at(contents)
-        return all(map(is_, chain.from_iterable(map(_of_function, functions)), contents)) or super().is_at(contents)
+        return all(map(is_, chain.from_iterable(map(made_of, functions)), contents)) or super().is_at(contents)
 
     def put(self, contents: Contents) -> None:
         functions, items = self.target, iter(contents)

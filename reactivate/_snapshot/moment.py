@@ -20,7 +20,7 @@ from reactivate._snapshot.holders import Contents, Holder, put_dict
 from reactivate._snapshot.inputs import Constant
 from reactivate._snapshot.module_walk import attributes_of_tensors
 from reactivate._snapshot.parts import Parts
-from reactivate._snapshot.quick_look import QuickLook
+from reactivate._snapshot.quick_look import QuickLook, others_among
 from reactivate._snapshot.shadows import UNINITIALIZED, written_before
 from reactivate._snapshot.steps import fused_steps, is_stepped_since, steps_so_far
 from reactivate._snapshot.tensor_hooks import Hooks, hooks_on
@@ -201,7 +201,7 @@ class Moment:
         """Return the numbers of the objects that hold something else by now."""
         seen = range(0) if self.look is None else self._looked_at
         numbers = (*range(seen.start), *range(seen.stop, len(self.holders)))
-        found = [number for number in numbers if not self.holders[number].is_at(self.contents[number])]
+        found = others_among(numbers, self.holders, self.contents)
         return found if self.look is None else sorted([*found, *map(seen.__getitem__, self.look.others())])
 
     # -- gradients ----------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ holders costs more than all else that is done for a region.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -23,13 +23,19 @@ from reactivate._snapshot.holders import (
     ListHolder,
     NameHolder,
     VersionedHolder,
+    attributes_of,
+    made_of,
 )
 from reactivate._torch.modules import version_of_dict
 
-_made_of, _attributes_of = attrgetter("__code__", "__defaults__", "__kwdefaults__"), attrgetter("__dict__")
 _HELD_OTHERWISE = frozenset({Position, WeakTensor})
 _nothing: dict[Any, Any] = {}
 _HAS_VERSIONS = version_of_dict(_nothing) == version_of_dict(_nothing)
+
+
+def others_among(numbers: Iterable[int], holders: Sequence[Holder], contents: Sequence[Contents]) -> list[int]:
+    """Return the numbers, among these, of the objects that hold something else by now."""
+    return [number for number in numbers if not holders[number].is_at(contents[number])]
 
 
 class QuickLook:
@@ -92,7 +98,7 @@ class QuickLook:
         versions = list(map(version_of_dict, self._dicts))
         are_most_same = versions == self._versions and self._are_same()
         numbers = self._rest if are_most_same else range(len(self._holders))
-        others = [number for number in numbers if not self._holders[number].is_at(self._contents[number])]
+        others = others_among(numbers, self._holders, self._contents)
         if not (are_most_same or others):  # something was written that was there
             self._versions = versions
         return others
@@ -103,7 +109,7 @@ class QuickLook:
             list(map(len, self._lists)) == list(map(len, self._items))
             and all(map(is_, chain.from_iterable(self._lists), chain.from_iterable(self._items)))
             and all(map(is_, map(dict.get, self._spaces, self._names, repeat(EMPTY)), self._values))
-            and all(map(is_, chain.from_iterable(map(_made_of, self._functions)), self._parts))
-            and not any(map(_attributes_of, self._functions))
+            and all(map(is_, chain.from_iterable(map(made_of, self._functions)), self._parts))
+            and not any(map(attributes_of, self._functions))
             and all(map(is_, map(type, self._objects), self._kinds))
         )

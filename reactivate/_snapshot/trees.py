@@ -28,7 +28,7 @@ from reactivate._snapshot.held import ATOMS
 from reactivate._snapshot.holders import Contents, FunctionsHolder, Holder
 from reactivate._snapshot.module_walk import ModuleWalk
 from reactivate._snapshot.parts import Parts
-from reactivate._snapshot.quick_look import QuickLook
+from reactivate._snapshot.quick_look import QuickLook, others_among
 from reactivate._snapshot.unseen_writes import NamesOfWriters
 from reactivate._torch.autograd import has_graph
 from reactivate._torch.modes import ask
@@ -191,7 +191,7 @@ class KeptTree:
         if self._look is not None:
             changed = self._look.others()
         else:
-            changed = [index for index, holder in enumerate(self._holders) if not holder.is_at(self._contents[index])]
+            changed = others_among(range(len(self._holders)), self._holders, self._contents)
             is_worth_it = not changed and len(self._holders) >= _FEW_HOLDERS
             self._look = QuickLook(self._holders, self._contents) if is_worth_it else None
         if changed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -31,23 +32,17 @@ def leaf(*shape: int) -> Tensor:
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Any:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def set_to(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> Any:
+    before = read()
+    write(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        write(before)
 
 
-@contextmanager
-def float32_matmul(precision: str) -> Any:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+default_dtype = functools.partial(set_to, torch.get_default_dtype, torch.set_default_dtype)
+float32_matmul = functools.partial(set_to, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
 
 
 class SinIsCos(TorchFunctionMode):
