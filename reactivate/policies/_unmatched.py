@@ -1,7 +1,8 @@
-"""The parts of a policy that match nothing: refused when all regions have run once."""
+"""The parts of a policy that match no call: told when all regions have run once, as a later step may make such a call."""
 
 from __future__ import annotations
 
+from reactivate._text.warnings import warn
 from reactivate._types import Policy, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, interest_of, parts_of
@@ -35,22 +36,29 @@ class Unmatched:
             self.parts = [part for part in self.parts if part(site) is None]
 
     def region_has_run(self, path: str) -> None:
-        """Once all have, every part must have matched something.
+        """Once all have, every part must have matched something, but calls: a model that skips layers may make them later.
 
         Raises:
-            UsageError: one has not.
+            UsageError: a part selects modules, and there are none of these.
         """
         is_all = path in self._ran or len(self._ran) + 1 >= self.regions
         self._ran.add(path)
-        if self.parts and is_all:
-            part, self.parts = self.parts[0], []
-            nothing = "no call with a name, which reactivate.site(function, name=...) gives"
-            seen = ", ".join(sorted(self.seen)) or (nothing if interest_of(part).names else "no call at all")
+        if not is_all:
+            return
+        parts, self.parts = self.parts, []
+        for part in parts:
             interest = interest_of(part)
             if not self.has_modules and (interest.modules or interest.paths):
                 raise UsageError(
                     f"{self.asked_by}: {part} selects modules, and the region is a function, which has none. Checkpoint the "
                     "module itself, reactivate.checkpoint(module, policy=...), or use reactivate.apply(model, policy)."
                 )
+            nothing = "no call with a name, which reactivate.site(function, name=...) gives"
+            seen = ", ".join(sorted(self.seen)) or (nothing if interest.names else "no call at all")
             meant = did_you_mean(part._patterns(), self._paths)
-            raise UsageError(f"{self.asked_by}: {part} matches nothing.{meant} What there was to match: {seen}.")
+            if interest.modules:
+                raise UsageError(f"{self.asked_by}: {part} matches nothing.{meant} What there was to match: {seen}.")
+            warn(
+                f"{self.asked_by}: {part} matches nothing so far, and so saves nothing.{meant} What there was to match: "
+                f"{seen}. If the model makes such calls in some steps only, all is well."
+            )

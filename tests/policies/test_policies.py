@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -554,18 +555,21 @@ def test_what_matches_no_module_is_refused_by_apply(policy: Any, messages: list[
 @each(
     ("policy", "message"),
     [
-        (policies.save_ops("einsum"), "save_ops('einsum') matches nothing. What there was to match: "),
+        (policies.save_ops("einsum"), "save_ops('einsum') matches nothing so far, and so saves nothing. What"),
         (policies.save_names("q_proj"), "save_names('q_proj') matches nothing"),
-        (policies.save_ops("linear", within="*.upp"), "matches nothing. Did you mean '*.up'? What there was"),
+        (policies.save_ops("linear", within="*.upp"), "saves nothing. Did you mean '*.up'? What there was"),
         (policies.every_nth(2, policies.save_ops("einsum")), "save_ops('einsum')"),
         (policies.exclude(LINEAR, policies.save_ops("tanh")), "save_ops('tanh') as an exception to save_ops('linear')"),
     ],
 )
-def test_what_matches_no_call_is_refused_when_the_regions_have_run(policy: Any, message: str) -> None:
+def test_what_matches_no_call_is_told_when_the_regions_have_run(policy: Any, message: str) -> None:
     model = Model(2)
     reactivate.apply(model, policies.first_match(policy, policies.full()))
-    with pytest.raises(UsageError, match=re.escape(message)):
+    with pytest.warns(UserWarning, match=re.escape(message)):
         model(torch.randn(2, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(2, 4))  # once
 
 
 @pytest.mark.parametrize("policy", [policies.save_modules("up"), policies.save_ops("linear", within="up")])
@@ -591,3 +595,26 @@ def test_a_model_has_one_policy_at_a_time() -> None:
     handle.remove()
     handle.remove()
     assert reactivate.apply(model, policies.recompute_every(2)).regions == ("layers.0", "layers.2")
+
+
+def test_a_call_that_the_first_steps_skip_is_saved_once_it_is_made() -> None:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.deep = nn.Linear(4, 4)
+            self.is_skipped = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp().sin() if self.is_skipped else self.deep(x.exp()).sin().exp()
+
+    block, x = Skipping(), torch.randn(2, 4, requires_grad=True)
+    region = reactivate.checkpoint(block, policy=LINEAR)
+    with pytest.warns(UserWarning, match=r"save_ops\('linear'\) matches nothing so far"):
+        region(x).sum().backward()
+    block.is_skipped = False
+    expected, sites = gradients(block, x), Sites()
+    with observed_by(sites):
+        found = list(torch.autograd.grad(region(x).square().sum(), [x, *block.parameters()]))
+    assert sites.labels == [["linear"]]
+    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert_bitwise(one, other, f"gradient {index}")
