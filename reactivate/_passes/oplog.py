@@ -192,6 +192,8 @@ def checksum(tensor: Tensor) -> int:
         return 0  # only its shape and dtype are compared
     if hasattr(fences().get(dense.device.type), "run"):
         dense = dense.cpu()  # under a dispatch mode, torch_xla ends the process in `view(torch.uint8)`
+    if dense.is_quantized:
+        dense = dense.int_repr()  # `view` of a quantized tensor ends the process
     plain = dense.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     data = plain.reshape(-1).view(torch.uint8).to(torch.int64)
     if data.numel() == 0:

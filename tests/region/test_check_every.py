@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from state_programs import Program, Wrap, check_program
-from torch import nn
+from torch import Tensor, nn
 
 
 def nested_tensor(wrap: Wrap) -> Any:
@@ -36,6 +36,23 @@ def spectral_norm_twice(wrap: Wrap) -> Any:
     return found
 
 
-@pytest.mark.parametrize("program", [nested_tensor, spectral_norm_twice])
+def quantized(wrap: Wrap) -> Any:
+    """Of a quantized tensor, which has no bytes to look at, its integers are compared."""
+
+    def quantizing(x: Tensor) -> Tensor:
+        levels = torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.quint8)
+        return linear(x) * levels.dequantize().sin()
+
+    linear, found = nn.Linear(4, 4), []
+    checkpointed = wrap(quantizing, check="every")
+    for _ in range(3):
+        linear.zero_grad()
+        checkpointed(torch.randn(3, 4)).sum().backward()
+        found.append(linear.weight.grad)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")  # deprecated from torch 2.13 on
+@pytest.mark.parametrize("program", [nested_tensor, spectral_norm_twice, quantized])
 def test_program(program: Any) -> None:
     check_program(Program(program))
