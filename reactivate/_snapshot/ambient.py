@@ -113,8 +113,6 @@ class _Rest(NamedTuple):
     def read(cls, values: list[Any]) -> _Rest | None:
         """Read what `READERS` say is there; None if that is nothing."""
         has_function_mode, has_dispatch_mode, is_autocast = more = values[_ASK_FOR_MORE]
-        # A context that is disabled has a dtype for those inside of it.
-        is_autocast = is_autocast or values[_NESTING] > 0
         if more == _NOTHING_MORE and not is_autocast:
             return None
         return cls(

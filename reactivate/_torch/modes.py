@@ -375,6 +375,12 @@ def _question(name: str) -> Callable[[], bool]:
     return found
 
 
+def _autocast_dtype(kind: str) -> Flag:
+    """Return the dtype of autocast on a type of device, which may be set where autocast is off."""
+    ways = torch.get_autocast_dtype, torch.set_autocast_dtype
+    return Flag(f"autocast dtype on {kind}", *(functools.partial(way, kind) for way in ways))
+
+
 _is_deterministic = _question("are_deterministic_algorithms")
 _CPU_FLAGS = (
     Flag("default dtype", torch.get_default_dtype, torch.set_default_dtype),
@@ -388,6 +394,7 @@ _CPU_FLAGS = (
     _flag("mkldnn", "mkldnn_enabled", "mkldnn.enabled"),
     _sdp("flash", "flash"),
     _sdp("math", "math"),
+    _autocast_dtype("cpu"),
     Flag("autocast cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     Flag("threads", torch.get_num_threads, torch.set_num_threads),
 )
@@ -449,7 +456,7 @@ def _set_attention_order() -> bool:
     return True
 
 
-def _cuda_flags() -> tuple[Flag, ...]:
+def _flags_of(accelerator: torch.device) -> tuple[Flag, ...]:
     return (
         *(_fp32_precision(*key) for key in _PRECISIONS if key[0] != "mkldnn"),
         Flag("float32 matmul", _read_float32_matmul, _write_float32_matmul),
@@ -462,13 +469,14 @@ def _cuda_flags() -> tuple[Flag, ...]:
         _sdp("cudnn", "cudnn"),
         _sdp("overrideable", None),
         _attention_order(),
+        *map(_autocast_dtype, filter(torch.amp.is_autocast_available, [accelerator.type])),
     )
 
 
-# A build without an accelerator has no use for the second half.
+_ACCELERATOR = accelerator_device()
 FLAGS: tuple[Flag, ...] = tuple(
     flag
-    for flag in (_CPU_FLAGS if accelerator_device() is None else _CPU_FLAGS + _cuda_flags())
+    for flag in (*_CPU_FLAGS, *(() if _ACCELERATOR is None else _flags_of(_ACCELERATOR)))
     if not is_missing(flag.read) and not is_missing(flag.write)
 )
 with warnings.catch_warnings():  # torch 2.9 warns of the older flag once, when it is first read: that was not the user
@@ -483,16 +491,9 @@ is_any_autocast_enabled: Callable[[], bool] = resolve_private(
 )
 
 
-def autocast_nesting() -> int:
-    """Return how many `autocast` contexts are open."""
-    nesting = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return nesting
-
-
 def leave_autocast(nesting: int) -> None:
     """Leave `autocast` contexts until so many are open; with the last one go the casts that it kept."""
-    found = autocast_nesting()
+    found = torch.autocast_increment_nesting()
     while found > nesting:
         found = torch.autocast_decrement_nesting()
         if not found:

@@ -42,6 +42,9 @@ def set_to(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> 
 
 
 default_dtype = functools.partial(set_to, torch.get_default_dtype, torch.set_default_dtype)
+autocast_dtype = functools.partial(
+    set_to, lambda: torch.get_autocast_dtype("cpu"), functools.partial(torch.set_autocast_dtype, "cpu")
+)
 float32_matmul = functools.partial(set_to, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
 
 
@@ -121,6 +124,7 @@ SETTINGS: list[tuple[str, Callable[[], AbstractContextManager[Any]], Callable[[T
     ("autocast float16", lambda: torch.autocast("cpu", torch.float16), matmuls),
     ("autocast disabled", lambda: torch.autocast("cpu", torch.float16, enabled=False), mixed_inside),
     ("autocast disabled, asked", lambda: torch.autocast("cpu", torch.float16, enabled=False), asks_for_the_dtype),
+    ("autocast dtype", lambda: autocast_dtype(torch.float16), mixed_inside),
     ("float32 matmul", lambda: float32_matmul("high"), asks_for_the_precision),
     ("default dtype", lambda: default_dtype(torch.float64), elementwise),
     ("function mode", SinIsCos, elementwise),
@@ -133,14 +137,7 @@ SETTINGS: list[tuple[str, Callable[[], AbstractContextManager[Any]], Callable[[T
 ]
 
 
-# What a disabled context sets is known where it was open in the forward.
-IN_A_FORWARD = ("autocast disabled", "autocast disabled, asked")
-CASES = [
-    (*setting, where)
-    for setting in SETTINGS
-    for where in ("forward", "backward", "both")
-    if where != "backward" or setting[0] not in IN_A_FORWARD
-]
+CASES = [(*setting, where) for setting in SETTINGS for where in ("forward", "backward", "both")]
 
 
 @pytest.mark.parametrize(
