@@ -227,15 +227,17 @@ def functions_in(item: Any) -> Iterator[FunctionType]:
 
 
 def called_members(kind: type, asked: frozenset[str], *, is_named: bool) -> Iterator[tuple[str, Any]]:
-    """Return (name, function or object) of what a class has itself and code may call, but for plain methods of a module.
+    """Return (name, function or object) of what a class has itself and code may call.
 
     Args:
         asked: the names that code asks objects for.
-        is_named: whether code may call the class.
+        is_named: whether code may call the class: otherwise plain methods of a module are those of one that is there.
     """
-    own, is_module = vars(kind), issubclass(kind, Module)
-    for name in (asked | MAKING if is_named and not is_module else asked) & own.keys():
-        if not (is_module and type(own[name]) is FunctionType):
+    own = vars(kind)
+    is_of_module = issubclass(kind, Module) and not is_named
+    names = asked.union(MAKING if is_named else (), own.get("__match_args__", ()))
+    for name in names & own.keys():
+        if not (is_of_module and type(own[name]) is FunctionType):
             for member in _members_of(own[name]):
                 yield name, member
 

@@ -21,13 +21,28 @@ SMALL_BYTES = 1 << 14
 PROXIES = frozenset(ProxyTypes)
 BUFFERS = frozenset({bytearray, memoryview, io.StringIO, io.BytesIO})
 
+_OPERATORS = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
 _SPECIAL = """
-    call getattr getattribute setattr delattr getitem setitem delitem missing contains iter next len bool
-    enter exit eq ne lt le gt ge hash int float index complex str repr format add radd iadd sub rsub isub mul rmul imul
-    truediv rtruediv itruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul and rand iand or ror ior xor rxor
-    neg pos abs invert round get set torch_function reversed instancecheck subclasscheck class_getitem init_subclass
+    call getattr getattribute setattr delattr dir getitem setitem delitem missing contains iter next reversed len length_hint
+    bool enter exit await aiter anext aenter aexit eq ne lt le gt ge hash int float complex index str bytes repr format fspath
+    neg pos abs invert round floor ceil trunc copy deepcopy sizeof array array_ufunc array_function get set delete
+    torch_function torch_dispatch instancecheck subclasscheck class_getitem init_subclass
 """
-SPECIAL_METHODS = frozenset(f"__{name}__" for name in _SPECIAL.split())
+SPECIAL_METHODS = frozenset(
+    {
+        *(f"__{name}__" for name in _SPECIAL.split()),
+        *(f"__{kind}{name}__" for name in _OPERATORS.split() for kind in ("", "r", "i")),
+        *(
+            "forward",
+            "setup_context",
+            "backward",
+            "vjp",
+            "jvp",
+            "vmap",
+            "_missing_",
+        ),  # torch calls these, and `Enum` the last
+    }
+)
 """Methods that code calls without naming them."""
 MAKING = frozenset({"__new__", "__init__", "__post_init__"})
 """Those that are called where code calls the class."""
@@ -53,9 +68,7 @@ def may_be_state(kind: Any) -> bool:
     return kind not in ATOMS and not hasattr(kind, "__get__")
 
 
-_SHARED = frozenset(
-    {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "selectors", "socket", "threading"}
-)
+_SHARED = frozenset({"asyncio", "concurrent", "multiprocessing", "queue", "selectors", "socket", "threading"})
 """Packages whose objects other threads and processes work with at the same time: barriers, queues, pools."""
 
 _VALUES = frozenset({"datetime", "fractions", "ipaddress", "pathlib", "uuid"})
@@ -77,8 +90,8 @@ def is_plain(kind: type) -> bool:
         return kind.__module__ != "builtins"
     if package_of(kind) in ("reactivate", "torch"):
         return kind.__module__.startswith(("torch.distributions.", "torch.quasirandom"))
-    if is_value(kind) or any(package_of(base) in _SHARED for base in kind.__mro__):
-        return False
+    if is_value(kind) or package_of(kind) == "logging" or any(package_of(base) in _SHARED for base in kind.__mro__):
+        return False  # a handler of the user's may count
     return kind.__dictoffset__ != 0 or bool(slots_of(kind))
 
 
