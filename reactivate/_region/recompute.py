@@ -175,7 +175,8 @@ def _enter_state_of_forward(region: Region, memo: Memo, entered: list[Any]) -> N
     """
     if is_profiling():
         _enter(torch.profiler.record_function(f"reactivate::recompute {naming.name_of(region)}"), entered)
-    entered.append(STATE_LOCK.join())
+    is_all_known = not (region.inputs or region.reached is not None)
+    entered.append(STATE_LOCK.join(region.moment.memory if is_all_known else _unknown))
     unrestored = region.unrestored()
     stale = _stale(region, unrestored) if unrestored else None
     options, late = region.options, []
@@ -202,6 +203,10 @@ def _enter_state_of_forward(region: Region, memo: Memo, entered: list[Any]) -> N
     if stale:
         refuse = functools.partial(_refusal, region, stale)
         _enter(StaleReads([tensor for tensor, _ in stale], refuse), entered)
+
+
+def _unknown() -> None:
+    """Return nothing: where a region reads tensors that were made before it, or notes modules as it reaches them."""
 
 
 def _enter(context: Any, entered: list[Any]) -> None:

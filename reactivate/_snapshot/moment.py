@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._snapshot.caches import WeakIdentitySet
-from reactivate._snapshot.geometry import addresses_of, moved_among, note_moved
+from reactivate._snapshot.geometry import addresses_of, memory_of, moved_among, note_moved
 from reactivate._snapshot.held import ATOMS, are_items, held_all
 from reactivate._snapshot.holders import Contents, Holder, put_dict
 from reactivate._snapshot.inputs import Constant
@@ -328,6 +328,12 @@ class Moment:
                     if value is tensor:
                         return ".".join(filter(None, (type(root).__name__, prefix, name)))
         return "a tensor of a module"
+
+    def memory(self) -> frozenset[int] | None:
+        """Return the memory of the tensors that are state and of parameters; None where that of one cannot be told."""
+        written = (item.tensor for item in self.states.written)
+        found = frozenset(map(memory_of, (*self.states.tensors, *written, *self.parameters)))
+        return None if None in found else found  # type: ignore[return-value]
 
     def held(self) -> Iterable[Tensor]:
         """Return the copies of tensors."""

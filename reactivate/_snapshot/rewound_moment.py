@@ -13,7 +13,7 @@ from reactivate._snapshot.geometry import give_memory_back, kept_elsewhere
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.rewound_tensors import RewoundTensors
-from reactivate._snapshot.state_lock import STATE_LOCK
+from reactivate._snapshot.state_lock import STATE_LOCK, Scope
 from reactivate._snapshot.tensor_hooks import Hooks, are_same_hooks, hooks_on, put_hooks_on
 from reactivate._snapshot.tensor_states import NO_TENSORS
 from reactivate._torch.modes import copy_unseen, run_unseen
@@ -82,8 +82,8 @@ class RewoundMoment:
             self.__exit__()
             raise
 
-    def _differs(self) -> bool:
-        """Return whether anything is to be set back that other threads could see, and note what is there now."""
+    def _differs(self) -> Scope:
+        """Return what is to be set back that other threads could see, and note what is there now."""
         moment = self._moment
         self._others = moment.others()
         self._are_hooks_other = not moment.are_hooks_current(moment.hook_copies)
@@ -91,9 +91,8 @@ class RewoundMoment:
         is_shared |= any(moment.holders[index].is_shared for index in self._others)
         if moment.parts is not None:
             is_shared |= self._do_modules_differ(moment.parts)
-        if self._tensors is not None:
-            is_shared |= self._tensors.differs()
-        return is_shared
+        are_tensors_other = self._tensors is not None and self._tensors.differs()
+        return Scope.EVERYTHING if is_shared else Scope.TENSORS if are_tensors_other else Scope.NOTHING
 
     def _do_modules_differ(self, parts: Parts) -> bool:
         moment = self._moment

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class RewoundTensors:
     _is_small_same = True
     _may_differ: bool | None = None  # those that are not small; None before a look
     _is_rewound = False
-    _memory: dict[int | None, int] | None = None  # what the table held, once this has added to it
+    _marks: Mapping[int | None, int] = MappingProxyType({})  # what this has added to the table
+    _hidden: Mapping[int | None, int] = MappingProxyType({})  # what the table held in the place of these
     # Of tensors that are not small:
     _present: Sequence[GroupCopy] = ()
     _previous: Sequence[tuple[Tensor, Shadow | None]] = ()
@@ -98,9 +100,10 @@ class RewoundTensors:
             tensors, versions = [tensors[index] for index in rewound], [versions[index] for index in rewound]
         are_small = state.small is not None and state.small.tensors is tensors
         keys = [item.untyped_storage()._cdata for item in tensors] if are_small else list(map(memory_of, tensors))
-        self._memory = rewound_memory.copy()
-        rewound_memory.update(zip(keys, versions))
-        rewound_memory.pop(None, None)
+        self._marks = marks = dict(zip(keys, versions))
+        marks.pop(None, None)
+        self._hidden = {key: rewound_memory[key] for key in marks.keys() & rewound_memory.keys()}
+        rewound_memory.update(marks)
 
     @torch.no_grad()
     def _write(self, changed: Sequence[tuple[Tensor, Shadow]]) -> None:
@@ -128,9 +131,9 @@ class RewoundTensors:
             set_versions(tensors, versions)
 
     def __exit__(self, *error: object) -> None:
-        if self._memory is not None:
-            rewound_memory.clear()
-            rewound_memory.update(self._memory)
+        if self._marks:
+            list(map(rewound_memory.pop, self._marks))  # those of other threads stay
+            rewound_memory.update(self._hidden)
         count = len(self._state.shadows)
         if self._is_rewound or (count and versions_of(self._state.tensors[:count]) != self._versions[:count]):
             run_unseen(self._put_back)

@@ -1,32 +1,54 @@
-"""The lock of state that all threads share: recomputations set it back one at a time (Rule 14).
-
-There is one lock for all of it: two recomputations that nest cannot take two locks in another order each.
-"""
+"""The lock of state that threads share: recomputations set it back one at a time, where they reach the same (Rule 14)."""
 
 from __future__ import annotations
 
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 from contextvars import ContextVar
+from enum import IntEnum
+from functools import partial
 from threading import Condition
+
+from reactivate._text.warnings import warn
+
+PATIENCE_SECONDS = 60.0
+
+
+class Scope(IntEnum):
+    """What a recomputation sets back: nothing, tensors that it reaches, or what all threads share, as the random numbers."""
+
+    NOTHING = 0
+    TENSORS = 1
+    EVERYTHING = 2
 
 
 class LockEntry:
     """One recomputation that reads shared state; no other is equal, so that one is found among hundreds at no cost.
 
+    Args:
+        around: the entries that it is inside of.
+        read_memory: returns the memory of all tensors that it reads as they are; None where that cannot be told.
+
     Attributes:
         thread: its thread.
-        around: the entries that it is inside of.
-        turns: how many of its contexts have set state back.
+        scope: what it has set back.
     """
 
-    __slots__ = ("around", "thread", "turns")
+    __slots__ = ("around", "read_memory", "scope", "thread")
 
-    def __init__(self, around: tuple[LockEntry, ...]) -> None:
-        self.thread, self.around, self.turns = get_ident(), around, 0
+    def __init__(self, around: tuple[LockEntry, ...], read_memory: Callable[[], frozenset[int] | None]) -> None:
+        self.thread, self.around, self.read_memory = get_ident(), around, read_memory
+        self.scope = Scope.NOTHING
 
     def __exit__(self, *error: object) -> None:
         STATE_LOCK.leave(self)
+
+    def disturbs(self, other: LockEntry, scope: Scope) -> bool:
+        """Return whether another recomputation could see it if this one sets back state of this scope."""
+        if scope is not Scope.TENSORS:
+            return scope is Scope.EVERYTHING
+        own, others = self.read_memory(), other.read_memory()
+        return own is None or others is None or not own.isdisjoint(others)
 
 
 _entered: ContextVar[tuple[LockEntry, ...]] = ContextVar("reactivate.entered_state_locks", default=())
@@ -35,99 +57,120 @@ recomputed: torch may run a backward that a recomputation waits for on another t
 
 
 class StateLock:
-    """Let many recomputations read shared state as it is, or one of them set it back.
+    """Let many recomputations read shared state as it is, or set back what no other one reads meanwhile.
 
     Recomputations that find nothing to set back run side by side, and take no mutex: they only enter themselves in `inside`.
-    One that sets state back runs alone: it waits until those of other threads have ended, or wait themselves.
+    So do those that set back tensors which the others do not reach: buffers of another model. One that sets back what all
+    threads share runs alone: it waits until those of other threads have ended, or wait themselves.
 
-    A reader enters itself before it looks for a writer, and a writer before it looks for readers, so that one of them sees
+    A reader enters itself before it looks for writers, and a writer before it looks for readers, so that one of them sees
     the other. Likewise a thread waits in `waiting` before it looks again, and one that leaves looks there afterwards.
     """
 
     def __init__(self) -> None:
-        self.inside: list[LockEntry] = []  # the writer as well
+        self.inside: list[LockEntry] = []  # the writers as well
+        self.writers: list[LockEntry] = []
         self.waiting: list[int] = []  # threads
-        self._writer: LockEntry | None = None
-        self._depth = 0  # of the contexts inside of each other in which the writer has set state back
         self._mutex = allocate_lock()
         self._changed = Condition(self._mutex)
 
-    def join(self) -> LockEntry:
-        """Wait until no other thread has state set back, and keep it so until `leave`, in this context."""
+    def join(self, read_memory: Callable[[], frozenset[int] | None]) -> LockEntry:
+        """Wait until no other thread has set back what this recomputation reads, and keep it so until `leave`.
+
+        Args:
+            read_memory: see `LockEntry`.
+        """
         around = _entered.get()
-        entry = LockEntry(around)
+        entry = LockEntry(around, read_memory)
         _entered.set((*around, entry))
         self.inside.append(entry)
-        writer = self._writer
-        if writer is not None and not _is_around(writer, entry):
+        if self.writers and not self._may_read(entry):
             try:
                 with self._mutex:
-                    self._wait(self._may_join, entry)
+                    self._wait(self._may_read, entry)
             except BaseException:
                 self.leave(entry)
                 raise
         return entry
 
-    def take_turn_if(self, differs: Callable[[], bool]) -> None:
+    def take_turn_if(self, differs: Callable[[], Scope]) -> None:
         """Wait until the recomputation that runs here may set state back, if anything differs.
 
         There is no wait outside of recomputations, where a tool goes back to the state of a step.
 
         Args:
-            differs: () -> whether anything is to be set back. What it has looked at last holds for what comes next.
+            differs: () -> what is to be set back. What it has looked at last holds for what comes next.
         """
-        if differs() and (entered := _entered.get()):
-            self._take_turn(entered[-1], differs)
+        scope = differs()
+        if scope and (entered := _entered.get()):
+            self._take_turn(entered[-1], scope, differs)
 
-    def _take_turn(self, entry: LockEntry, differs: Callable[[], bool]) -> None:
+    def _take_turn(self, entry: LockEntry, scope: Scope, differs: Callable[[], Scope]) -> None:
+        before = entry.scope
         with self._mutex:
-            writes = self._may_take_turn(entry)
-            if not writes:  # another thread may set state back meanwhile
-                self._wait(self._may_take_turn, entry)
-                try:
-                    writes = differs()
-                finally:
-                    if not (writes or self._depth):
-                        self._writer = None
-            self._depth += writes
-            entry.turns += writes
+            while not self._may_set_back(entry, scope):
+                self._wait(partial(self._may_set_back, scope=scope), entry)
+                found = differs()  # another thread may have set state back meanwhile
+                if found <= scope:
+                    entry.scope = max(before, found)
+                    break
+                scope = found
+            if not entry.scope:
+                self.writers.remove(entry)
 
     def leave(self, entry: LockEntry) -> None:
         """End what `join` began: all that was set back is as it was."""
         self.inside.remove(entry)
-        if entry.turns or self.waiting:
-            self._wake(entry.turns)
+        entry.read_memory = frozenset  # contexts of regions that began inside of it have the entry
+        if entry.scope or self.waiting:
+            with self._mutex:
+                if entry.scope:
+                    self.writers.remove(entry)
+                if self.waiting:
+                    self._changed.notify_all()
 
-    def _wake(self, turns: int) -> None:
-        """Let others look again whether they may; an entry has just left `inside`."""
-        with self._mutex:
-            self._depth -= turns
-            if turns and not self._depth:
-                self._writer = None
-            if self.waiting:
-                self._changed.notify_all()
+    def _may_read(self, entry: LockEntry) -> bool:
+        return not any(_disturbs(writer, entry) for writer in tuple(self.writers))
 
-    def _may_join(self, entry: LockEntry) -> bool:
-        return self._writer is None or _is_around(self._writer, entry)
-
-    def _may_take_turn(self, entry: LockEntry) -> bool:
-        if self._writer is not None:
-            return _is_around(self._writer, entry)
-        self._writer = entry
-        for reader in tuple(self.inside):
-            if not (_is_around(reader, entry) or reader.thread in self.waiting):
-                self._writer = None
+    def _may_set_back(self, entry: LockEntry, scope: Scope) -> bool:
+        """Enter a recomputation as a writer, unless another one would see that, or has set back what it reads."""
+        before, entry.scope = entry.scope, max(entry.scope, scope)
+        if not before:
+            self.writers.append(entry)
+        for other in tuple(self.inside):
+            if _is_around(other, entry):
+                continue
+            is_seen = other.thread not in self.waiting and entry.disturbs(other, entry.scope)
+            if is_seen or other.disturbs(entry, other.scope):
+                entry.scope = before
+                if not before:
+                    self.writers.remove(entry)
                 return False
         return True
 
     def _wait(self, may: Callable[[LockEntry], bool], entry: LockEntry) -> None:
         self.waiting.append(entry.thread)
         self._changed.notify_all()  # one that waits for this thread need not any more
+        patience: float | None = PATIENCE_SECONDS
         try:
             while not may(entry):
-                self._changed.wait()
+                if not self._changed.wait(patience):
+                    patience = None
+                    warn(_WAITS_LONG)
         finally:
             self.waiting.remove(entry.thread)
+
+
+_WAITS_LONG = (
+    "A recomputation has waited for a minute for one on another thread: both set back what all threads share, such as "
+    "torch's random numbers. If that one waits for this thread, in a barrier or a collective, neither goes on: run the two "
+    "backwards one after the other, or leave out what need not be set back, as in "
+    'checkpoint(fn, guards=DEFAULT.without("rng")).'
+)
+
+
+def _disturbs(writer: LockEntry, entry: LockEntry) -> bool:
+    return bool(writer.scope) and not _is_around(writer, entry) and writer.disturbs(entry, writer.scope)
 
 
 def _is_around(other: LockEntry, entry: LockEntry) -> bool:

@@ -22,7 +22,7 @@ from reactivate._snapshot.generators import (
     torch_stream,
 )
 from reactivate._snapshot.random_streams import STREAMS, RngSnapshot, join
-from reactivate._snapshot.state_lock import STATE_LOCK
+from reactivate._snapshot.state_lock import STATE_LOCK, Scope
 from reactivate._torch.autograd import current_backward, on_backward_end
 from reactivate._torch.modes import ask
 from reactivate._torch.rng import accelerator_device
@@ -74,12 +74,12 @@ class RewoundRng:
             self.__exit__(type(error), error, error.__traceback__)
             raise
 
-    def _differs(self) -> bool:
+    def _differs(self) -> Scope:
         self._present = STREAMS.now()
         is_other: bool = self._present.seen != self._snapshot.seen
         for other in self._others:  # each takes down what is there now
             is_other |= other.differs()
-        return is_other
+        return Scope.EVERYTHING if is_other else Scope.NOTHING
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from reactivate._snapshot.state_lock import STATE_LOCK
+from reactivate._snapshot.state_lock import STATE_LOCK, Scope
 from reactivate._torch.modes import is_same_state
 from reactivate._types import Call, Guard
 from reactivate.guards._base import Rewound
@@ -99,7 +99,7 @@ class TrackerGuard(Guard):
 @contextmanager
 def _in_turn(rewound: Rewound) -> Iterator[None]:
     """Set back streams that all threads share, for one recomputation at a time."""
-    STATE_LOCK.take_turn_if(rewound.differs)
+    STATE_LOCK.take_turn_if(lambda: Scope.EVERYTHING if rewound.differs() else Scope.NOTHING)
     with rewound:
         yield
 

@@ -25,6 +25,7 @@ import reactivate
 from reactivate._passes.observing import observed_by, without_regions
 from reactivate._snapshot.generators import RandomStream, numpy_stream
 from reactivate._snapshot.random_streams import STREAMS, RandomStreams, RngSnapshot
+from reactivate._snapshot.rewound_tensors import rewound_memory
 from reactivate._snapshot.state_lock import STATE_LOCK, LockEntry
 from reactivate.guards import DEFAULT
 
@@ -694,6 +695,75 @@ def test_recomputations_that_set_nothing_back_run_side_by_side() -> None:
         assert_bitwise(expected, grad, "gradient")
 
 
+class Normed(nn.Module):
+    """Writes to buffers, and waits for the other thread in the middle of a recomputation, as in a collective."""
+
+    meet: Meet
+
+    def __init__(self, large: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("seen", torch.zeros(large))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.linear(x)).sin()
+        self.seen += 1
+        if reactivate.is_recomputing():
+            self.meet()
+        return (y * self.seen[0]).exp() * self.norm.running_mean.clone()
+
+
+@pytest.mark.parametrize("large", [8, 8192])
+def test_recomputations_that_set_back_tensors_of_their_own_run_side_by_side(large: int) -> None:
+    """Each sets back the buffers of its own model, and waits for the other: small buffers, and those with a shadow."""
+
+    def job(seed: int, wrap: Callable[..., Any], ran: Ran) -> Callable[[Meet], Any]:
+        torch.manual_seed(seed)
+        module = Normed(large)
+
+        def run(meet: Meet) -> Any:
+            module.meet = meet
+            x = torch.linspace(-1, seed, 32).reshape(4, 8).requires_grad_()
+            with observed_by(ran):
+                for _ in range(3):
+                    wrap(module)(x).sum().backward()
+            return x.grad, *(parameter.grad for parameter in module.parameters()), *module.buffers()
+
+        return run
+
+    rans = [Ran(), Ran()]
+    expected = [job(seed, lambda fn: fn, Ran())(alone) for seed in (1, 2)]
+    found = together(*(job(seed, reactivate.checkpoint, ran) for seed, ran in zip((1, 2), rans)))
+    assert_equal(expected, found, "buffers")
+    assert [(ran.regions, ran.recomputations) for ran in rans] == [(3, 3)] * 2
+    assert not (STATE_LOCK.inside or STATE_LOCK.writers or STATE_LOCK.waiting or rewound_memory)
+
+
+def test_one_that_waits_long_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both set back torch's random numbers, so that the second cannot begin."""
+    monkeypatch.setattr("reactivate._snapshot.state_lock.PATIENCE_SECONDS", 0.01)
+    begun, waited = threading.Event(), threading.Event()
+
+    def fn(x: Tensor) -> Tensor:
+        y = F.dropout(x.sin(), 0.5)
+        if reactivate.is_recomputing() and not begun.is_set():
+            begun.set()
+            waited.wait(PATIENCE_SECONDS)
+        return y.exp()
+
+    region = reactivate.checkpoint(fn)
+    outs = [region(torch.linspace(0, 1, 4, requires_grad=True)).sum() for _ in range(2)]
+    monkeypatch.setattr("reactivate._snapshot.state_lock.warn", lambda text: (waited.set(), told.append(text)))
+    told: list[str] = []
+
+    def second(meet: Meet) -> None:
+        assert begun.wait(PATIENCE_SECONDS)
+        outs[1].backward()
+
+    together(lambda meet: outs[0].backward(), second)
+    assert len(told) == 1 and "neither goes on" in told[0]
+
+
 def test_recomputations_that_set_nothing_back_take_no_mutex(monkeypatch: pytest.MonkeyPatch) -> None:
     class Taken(Exception):
         pass
@@ -892,4 +962,4 @@ def test_what_one_recomputation_may_not_save_another_thread_saves() -> None:
 
 def test_an_entry_is_found_by_what_it_is() -> None:
     """Hundreds of modules make hundreds of entries inside of each other: to compare what is in them took seconds."""
-    assert LockEntry(()) != LockEntry(())
+    assert LockEntry((), frozenset) != LockEntry((), frozenset)
