@@ -56,48 +56,43 @@ def write(subject: PlanContents | Explanation | Comparison, path: str | os.PathL
     if suffix.lower() not in forms:
         asked = f"{type(subject).__name__}.save"
         raise UsageError(f"{asked} takes {', '.join(forms)}; {os.fspath(path)!r} ends in {suffix!r}.")
-    forms[suffix.lower()](subject, path)
+    made = forms[suffix.lower()](subject)
+    Path(path).write_bytes(made if isinstance(made, bytes) else made.encode())
 
 
-def _write_pictures(plan: PlanContents, path: str | os.PathLike[str]) -> None:
-    def draw(both: Figure) -> None:
-        left, right = both.subplots(1, 2)
-        timeline.draw(left, plan)
-        pareto.draw(right, plan)
-
+def _pictures(plan: PlanContents) -> Figure:
     width, height = figure.SIZE
-    figure.save(figure.drawn(draw, (1.6 * width, height)), path)
+    return figure.drawn(plan, timeline.draw, pareto.draw, size=(1.6 * width, height))
 
 
-def _write_tables(plan: PlanContents, path: str | os.PathLike[str]) -> None:
-    Path(path).write_text(plan_text.text(plan, width=WIDTH) + "\n", encoding="utf-8")
+def _png(plan: PlanContents) -> bytes:
+    return figure.png_of(_pictures(plan))
 
 
-def _write_text(subject: Explanation | Comparison, path: str | os.PathLike[str]) -> None:
-    Path(path).write_text(subject.text(width=WIDTH) + "\n", encoding="utf-8")
+def _svg(plan: PlanContents) -> str:
+    return figure.svg_of(_pictures(plan))
 
 
-def _write_explanation(explanation: Explanation, path: str | os.PathLike[str]) -> None:
+def _tables(plan: PlanContents) -> str:
+    return plan_text.text(plan, width=WIDTH) + "\n"
+
+
+def _text(subject: Explanation | Comparison) -> str:
+    return subject.text(width=WIDTH) + "\n"
+
+
+def _explanation_page(explanation: Explanation) -> str:
     head = '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>Kept for the backward</title>\n'
-    Path(path).write_text(f"{head}{explanation._repr_html_()}\n</html>\n", encoding="utf-8")
+    return f"{head}{explanation._repr_html_()}\n</html>\n"
 
 
-def _write_json(subject: Any, path: str | os.PathLike[str]) -> None:
-    Path(path).write_text(json.dumps(subject.to_json(), indent=1) + "\n", encoding="utf-8")
+def _json(subject: Any) -> str:
+    return json.dumps(subject.to_json(), indent=1) + "\n"
 
 
-# (class, {suffix: what writes it})
-_FORMS: tuple[tuple[type, Mapping[str, Callable[[Any, str | os.PathLike[str]], None]]], ...] = (
-    (Comparison, {".html": comparison_page.write, ".json": _write_json, ".txt": _write_text}),
-    (Explanation, {".html": _write_explanation, ".json": _write_json, ".txt": _write_text}),
-    (
-        PlanContents,
-        {
-            ".html": html.write,
-            ".json": _write_json,
-            ".png": _write_pictures,
-            ".svg": _write_pictures,
-            ".txt": _write_tables,
-        },
-    ),
+# (class, {suffix: what makes the contents of the file})
+_FORMS: tuple[tuple[type, Mapping[str, Callable[[Any], str | bytes]]], ...] = (
+    (Comparison, {".html": comparison_page.page, ".json": _json, ".txt": _text}),
+    (Explanation, {".html": _explanation_page, ".json": _json, ".txt": _text}),
+    (PlanContents, {".html": html.page, ".json": _json, ".png": _png, ".svg": _svg, ".txt": _tables}),
 )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from reactivate._inspect.comparison import Comparison, LayerChange
 from reactivate.report.rendering import rendered
 
@@ -20,15 +17,6 @@ def page(comparison: Comparison) -> str:
     bars = [tuple(100 * _bytes(run, name) / most for name in ("before_bytes", "after_bytes")) for run in runs]
     paths = [[change.path for change in run] if len(run) > 1 else [] for run in runs]
     return rendered("comparison.html.j2", title=comparison.title, table=comparison.table(), bars=bars, paths=paths)
-
-
-def write(comparison: Comparison, path: str | os.PathLike[str]) -> None:
-    """Write the page to a file.
-
-    Raises:
-        UsageError: jinja2 is not installed.
-    """
-    Path(path).write_text(page(comparison), encoding="utf-8")
 
 
 def _bytes(run: tuple[LayerChange, ...], name: str) -> int:

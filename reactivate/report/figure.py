@@ -1,20 +1,18 @@
-"""The parts that the pictures of a plan share: a figure without pyplot, units, colours, a file by its suffix."""
+"""The parts that the pictures of a plan share: a figure without pyplot, units, colours, the contents of a file."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from io import StringIO
-from pathlib import Path
+from io import BytesIO, StringIO
 from typing import TYPE_CHECKING, Any
 
 from reactivate.errors import UsageError
+from reactivate.planner.contents import PlanContents
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg")
 INK, PAPER, BUDGET = "#1b1f24", "#fffffe", "#c8102e"  # exactly these, so that a page can put its own in their place
 PLAIN = "#7d8590"
 SIZE = (8.0, 4.6)  # inches
@@ -34,11 +32,12 @@ _STYLE = {
 }
 
 
-def drawn(draw: Callable[[Figure], None], size: tuple[float, float] = SIZE) -> Figure:
-    """A figure on which `draw` drew.
+def drawn(plan: PlanContents, *draws: Callable[[Axes, PlanContents], None], size: tuple[float, float] = SIZE) -> Figure:
+    """A figure with pictures of a plan, side by side.
 
     Args:
-        draw: draws on an empty figure.
+        plan: the plan.
+        draws: each draws one picture, on axes of its own.
         size: width and height in inches.
 
     Raises:
@@ -47,23 +46,16 @@ def drawn(draw: Callable[[Figure], None], size: tuple[float, float] = SIZE) -> F
     matplotlib, figure_class = _matplotlib()
     with matplotlib.rc_context(_STYLE):
         figure: Figure = figure_class(figsize=size, layout="constrained", facecolor=PAPER)
-        draw(figure)
+        for draw, axes in zip(draws, figure.subplots(1, len(draws), squeeze=False)[0]):
+            draw(axes, plan)
     return figure
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write it as PNG or SVG, by the suffix.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise UsageError(f"A picture is written as {' or '.join(SUFFIXES)}; {os.fspath(path)!r} ends in {suffix!r}.")
-    if suffix == ".png":
-        figure.savefig(path, dpi=_DOTS)
-    else:
-        Path(path).write_text(svg_of(figure), encoding="utf-8")
+def png_of(figure: Figure) -> bytes:
+    """Return the figure as PNG."""
+    file = BytesIO()
+    figure.savefig(file, format="png", dpi=_DOTS)
+    return file.getvalue()
 
 
 def svg_of(figure: Figure, name: str = "plan") -> str:

@@ -5,11 +5,9 @@ Without the script the page says the same: it shows values sooner than a browser
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reactivate._region.accounts import in_words
@@ -18,7 +16,7 @@ from reactivate.planner import text as plan_text
 from reactivate.planner.contents import PlanContents
 from reactivate.planner.text import alive_table, has_tensors
 from reactivate.report import pareto, timeline
-from reactivate.report.figure import BUDGET, INK, PAPER, svg_of
+from reactivate.report.figure import BUDGET, INK, PAPER, drawn, svg_of
 from reactivate.report.hover import Band, Dot, with_spots
 from reactivate.report.rendering import rendered
 
@@ -86,20 +84,11 @@ def page(plan: PlanContents) -> str:
     )
 
 
-def write(plan: PlanContents, path: str | os.PathLike[str]) -> None:
-    """Write the page to a file.
-
-    Raises:
-        UsageError: jinja2 or matplotlib is not installed.
-    """
-    Path(path).write_text(page(plan), encoding="utf-8")
-
-
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
 def _pictures(plan: PlanContents) -> tuple[Picture, ...]:
-    memory, choice = timeline.figure_of(plan, SIZE), pareto.figure_of(plan, SIZE)
+    memory, choice = drawn(plan, timeline.draw, size=SIZE), drawn(plan, pareto.draw, size=SIZE)
     return (
         Picture("Memory of a step", _inline(memory, "timeline", timeline.spots(plan)), timeline.described(plan)),
         Picture("Memory or time", _inline(choice, "pareto", pareto.spots(plan)), pareto.described(plan)),

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from reactivate._region.accounts import in_words
 from reactivate.planner.contents import PlanContents, Point
 from reactivate.planner.text import plan_point, planning_call, seconds_in_words, slowdown, together
-from reactivate.report.figure import (
-    BUDGET,
-    PLAIN,
-    SIZE,
-    byte_unit,
-    drawn,
-    legend,
-    save as _save,
-    second_unit,
-    title,
-)
+from reactivate.report.figure import BUDGET, PLAIN, byte_unit, legend, second_unit, title
 from reactivate.report.hover import Dot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 LINE, CHOSEN = "#5f7ea8", "#e07a3f"
 _RIGHT = 0.6  # of the axis: a budget beyond is named on its left
@@ -48,20 +36,6 @@ def draw(axes: Axes, plan: PlanContents) -> None:
     _draw_budget(axes, plan, scale)
     title(axes, f"Step {_time_of(plan, chosen)}; plain {seconds_in_words(plan.plain.seconds)}")
     legend(axes, columns=2)
-
-
-def figure_of(plan: PlanContents, size: tuple[float, float] = SIZE) -> Figure:
-    """The picture alone, of a width and a height in inches."""
-    return drawn(lambda figure: draw(figure.add_subplot(), plan), size)
-
-
-def save(plan: PlanContents, path: str | os.PathLike[str]) -> None:
-    """Write the picture as PNG or SVG, by the suffix.
-
-    Raises:
-        UsageError: it is neither, or matplotlib is not installed.
-    """
-    _save(figure_of(plan), path)
 
 
 def described(plan: PlanContents) -> str:

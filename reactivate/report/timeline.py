@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from reactivate._region.accounts import in_words
 from reactivate.planner.contents import LiveBytes, PlanContents, Prediction
 from reactivate.planner.text import KINDS, bytes_at, seconds_in_words
-from reactivate.report.figure import (
-    BUDGET,
-    INK,
-    PLAIN,
-    SIZE,
-    byte_unit,
-    drawn,
-    legend,
-    save as _save,
-    second_unit,
-    title,
-)
+from reactivate.report.figure import BUDGET, INK, PLAIN, byte_unit, legend, second_unit, title
 from reactivate.report.hover import Band
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLORS = dict(zip(KINDS, ("#3d5a80", "#5f7ea8", "#8ba6c9", "#b9cbe2", "#d5d5de", "#e07a3f", "#2a9d8f", "#e9c46a")))
 COPIES = {False: ("to", "#6a4c93"), True: ("from", "#b48ead")}  # a storage: the words, and the colour
@@ -55,20 +42,6 @@ def draw(axes: Axes, plan: PlanContents) -> None:
     axes.set_xlim(0, max(plan.predicted.seconds, plan.plain.seconds) / tick or 1)
     title(axes, f"Peak {in_words(plan.predicted.peak_bytes)}, plain {in_words(plan.plain.peak_bytes)}")
     legend(axes)
-
-
-def figure_of(plan: PlanContents, size: tuple[float, float] = SIZE) -> Figure:
-    """The picture alone, of a width and a height in inches."""
-    return drawn(lambda figure: draw(figure.add_subplot(), plan), size)
-
-
-def save(plan: PlanContents, path: str | os.PathLike[str]) -> None:
-    """Write the picture as PNG or SVG, by the suffix.
-
-    Raises:
-        UsageError: it is neither, or matplotlib is not installed.
-    """
-    _save(figure_of(plan), path)
 
 
 def described(plan: PlanContents) -> str:

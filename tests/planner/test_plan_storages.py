@@ -168,8 +168,9 @@ def test_the_timeline_and_the_page_show_the_copies(made: PlanContents, tmp_path:
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
     from reactivate.report import html, timeline
+    from reactivate.report.figure import drawn
 
-    figure = timeline.figure_of(made.tight)
+    figure = drawn(made.tight, timeline.draw)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert {"to disk", "from disk"} <= set(labels)
     assert "to disk" in timeline.described(made.tight) and "to disk" not in timeline.described(made.roomy)

@@ -234,7 +234,7 @@ def upright(axes: Any, color: str) -> list[Line2D]:
 
 @every_plan
 def test_the_mountain_is_as_high_as_the_peak(plan: Plan) -> None:
-    (axes,) = timeline.figure_of(plan).axes
+    (axes,) = figure.drawn(plan, timeline.draw).axes
     unit, scale = figure.byte_unit(plan.plain.peak_bytes)
     assert axes.get_ylabel() == f"memory ({unit})"
     heights = [area.get_paths()[0].vertices[:, 1].max() for area in axes.collections]
@@ -244,7 +244,7 @@ def test_the_mountain_is_as_high_as_the_peak(plan: Plan) -> None:
 
 
 def test_the_mountain_is_made_of_what_memory_is_for() -> None:
-    (axes,) = timeline.figure_of(TWELVE).axes
+    (axes,) = figure.drawn(TWELVE, timeline.draw).axes
     peak = TWELVE.predicted.peak
     before = max(item.seconds for item in TWELVE.predicted.moments if item.seconds < peak.seconds)
     time, low = (before + peak.seconds) / 2, 0.0
@@ -261,7 +261,7 @@ def test_the_mountain_is_made_of_what_memory_is_for() -> None:
 
 @every_plan
 def test_the_budget_and_the_end_of_forward_are_lines(plan: Plan) -> None:
-    (axes,) = timeline.figure_of(plan).axes
+    (axes,) = figure.drawn(plan, timeline.draw).axes
     _, scale = figure.byte_unit(plan.plain.peak_bytes)
     (budget,) = [item for item in axes.get_lines() if item.get_color() == figure.BUDGET]
     assert [y * scale for y in budget.get_ydata()] == [plan.budget_bytes] * 2
@@ -276,7 +276,7 @@ def test_the_budget_and_the_end_of_forward_are_lines(plan: Plan) -> None:
 
 @every_plan
 def test_every_choice_is_where_it_belongs(plan: Plan) -> None:
-    (axes,) = pareto.figure_of(plan).axes
+    (axes,) = figure.drawn(plan, pareto.draw).axes
     points = [plan_text.plan_point(plan), *plan.frontier, *plan.policies]
     _, scale = figure.byte_unit(max(point.peak_bytes for point in points))
     _, tick = figure.second_unit(max(point.seconds for point in points))
@@ -318,7 +318,7 @@ def boxes(drawn: Figure) -> dict[str, Bbox]:
 @each("size", [figure.SIZE, report.html.SIZE], ids=["file", "page"])
 @each("name", [name for name in PLANS if name != "hostile"])
 def test_no_words_overlap_or_are_cut(picture: Any, size: tuple[float, float], name: str) -> None:
-    drawn = picture.figure_of(PLANS[name], size)
+    drawn = figure.drawn(PLANS[name], picture.draw, size=size)
     found = boxes(drawn)
     assert len(found) >= 4
     for words, box in found.items():
@@ -331,19 +331,18 @@ def test_no_words_overlap_or_are_cut(picture: Any, size: tuple[float, float], na
         assert not box.overlaps(beside), (words, others)
 
 
-@pytest.mark.parametrize("picture", [timeline, pareto])
 @pytest.mark.parametrize("plan", [TWELVE, EVIL], ids=["twelve", "hostile"])
-def test_a_picture_as_a_file(picture: Any, plan: Plan, tmp_path: Path) -> None:
+def test_the_pictures_as_a_file(plan: Plan, tmp_path: Path) -> None:
     for name in ("a.svg", "b.svg", "a.png"):
-        picture.save(plan, tmp_path / name)
+        report.write(plan, tmp_path / name)
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert (tmp_path / "a.svg").read_text() == (tmp_path / "b.svg").read_text()
     texts = {
         "".join(item.itertext()) for item in ElementTree.parse(tmp_path / "a.svg").iter() if item.tag.endswith("}text")
     }
-    assert "workspace" in texts if picture is timeline else any("this plan" in text for text in texts)
-    with pytest.raises(UsageError, match=r"\.png or \.svg.*ends in '\.gif'"):
-        picture.save(plan, tmp_path / "a.gif")
+    assert "workspace" in texts and any("this plan" in text for text in texts)
+    with pytest.raises(UsageError, match=r"\.png, \.svg.*ends in '\.gif'"):
+        report.write(plan, tmp_path / "a.gif")
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
