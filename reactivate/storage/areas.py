@@ -7,7 +7,10 @@ from bisect import bisect
 from collections import deque
 from threading import Lock
 
-_PAGE = mmap.PAGESIZE
+
+def in_pages(nbytes: int) -> int:
+    """Return the bytes that a storage takes for so many: whole pages."""
+    return -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Area:
@@ -60,7 +63,7 @@ class Areas:
 
     def take(self, nbytes: int) -> Area | None:
         """Return an area of at least `nbytes`, None if the file would end behind the limit."""
-        nbytes = -(-max(nbytes, 1) // _PAGE) * _PAGE
+        nbytes = in_pages(nbytes)
         with self._guard:
             self._take_back()
             start = self._fitting(nbytes)

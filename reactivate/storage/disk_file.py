@@ -122,7 +122,7 @@ class DiskFile:
 
 
 def _bytes_of(run: Tensor) -> memoryview:
-    nbytes = run.numel() * run.element_size()
+    nbytes = run.nbytes
     return memoryview((ctypes.c_ubyte * nbytes).from_address(run.data_ptr())).cast("B") if nbytes else memoryview(b"")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from reactivate.storage.moving import Moving
-from reactivate.storage.staging import Staging, staging_of
+from reactivate.storage.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Host(Moving):
     _mover: Staging = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_mover", staging_of(*self._checked()))
+        object.__setattr__(self, "_mover", Staging.of(*self._checked()))
 
     @property
     def allowed_bytes(self) -> int:

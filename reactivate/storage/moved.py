@@ -10,7 +10,7 @@ import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,10 +22,15 @@ from reactivate.errors import UnsupportedError
 from reactivate.storage.pieces import FakePiece, Piece
 from reactivate.storage.placement import Extent, Memory, Placement, owner_of, placement_of, run_of
 from reactivate.storage.series import Order
-from reactivate.storage.streams import current_stream
+from reactivate.storage.streams import current_stream, is_capturing
 from reactivate.storage.wrapped import Wrapped, parts_of
 
+M = TypeVar("M", bound="Mover")
+
 _LEAF = "parameters and other leaves are there anyway"
+
+
+_movers: WeakValueDictionary[tuple[Any, ...], Any] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +89,15 @@ class Mover:
         self._has_warned = False
         self.begin()
 
+    @classmethod
+    def of(cls: type[M], *settings: Any) -> M:
+        """Return the one for these settings: a policy may make a storage for each call, and copies of a model have others."""
+        key = cls, *settings
+        found: M | None = _movers.get(key)
+        if found is None:
+            found = _movers[key] = cls(*settings)
+        return found
+
     def begin(self) -> None:
         """Begin in a process: with nothing under way."""
         self.lock = RLock()
@@ -127,8 +141,10 @@ class Mover:
             return "meta tensors stay where they are"
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_inference():
             return "sparse, nested, quantized and inference tensors stay where they are"
-        if tensor.numel() * tensor.element_size() < self.least_bytes:
+        if tensor.nbytes < self.least_bytes:
             return f"smaller than {self.least_bytes:,} bytes"
+        if not isinstance(tensor, FakeTensor) and is_capturing(tensor.device):
+            return "a graph of the device is being captured"
         return None
 
     def _refuse_lazy(self, tensor: Tensor) -> None:
@@ -175,8 +191,7 @@ class Mover:
         """Start to bring back what was taken in last in a group."""
         with self.lock:
             for series in self.order.of_group(key):
-                for piece in series.last(self.ahead):
-                    piece.start_back()
+                series.bring_back_last(self.ahead)
 
     def warn_once(self, text: str) -> None:
         """Warn that tensors stay where they are, if that was not said before."""

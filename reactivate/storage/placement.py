@@ -135,7 +135,7 @@ class Memory:
     def __init__(self, tensor: Tensor, run: Tensor, wrappers: Sequence[Tensor] = ()) -> None:
         self._owner = ref(owner_of(tensor))
         self.version = tensor._version
-        self.nbytes = run.numel() * run.element_size()
+        self.nbytes = run.nbytes
         self.checksum = _checksum_of(run)
         self._wrappers = [(wrapper.detach(), wrapper._version) for wrapper in wrappers]
 

@@ -7,7 +7,6 @@ it ever can be there, and tells of each transfer.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from reactivate.storage.areas import in_pages as in_pages
 from reactivate.storage.disk import Disk
 from reactivate.storage.host import Host
 from reactivate.storage.moved import Mover
@@ -25,7 +25,6 @@ from reactivate.storage.series import Series
 from reactivate.storage.spool import WRITING
 
 MoveKind = Literal["taken", "sent", "settled", "fetched", "read"]
-_PAGE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,6 @@ def residence_of(storage: Any, *, on_host: bool) -> Residence | None:
     return Residence(mover.least_bytes, mover.last, 0, 0, limit)
 
 
-def in_pages(nbytes: int) -> int:
-    """Return the bytes that a storage takes for so many: whole pages."""
-    return -(-max(nbytes, 1) // _PAGE) * _PAGE
-
-
 class RehearsedPiece(Piece):
     """A run of elements of a fake tensor: in memory, on its way, or away."""
 
@@ -91,7 +85,7 @@ class RehearsedPiece(Piece):
 
     def __init__(self, memory: Memory, extent: Extent, run: Any, rehearsal: Rehearsal) -> None:
         super().__init__(memory, extent)
-        self.nbytes = run.numel() * run.element_size()
+        self.nbytes = run.nbytes
         self._run: Tensor | None = run
         self._elements, self._like = run.numel(), rehearsal.like(run)
         self._rehearsal = rehearsal
@@ -124,8 +118,7 @@ class RehearsedPiece(Piece):
         if self._run is not None and self.memory.is_written(self._run):
             self._rehearsal.fail("a tensor is modified in place before it is copied")
 
-    def fetch(self) -> None:
-        """Begin to bring it back, if it is away."""
+    def start_back(self) -> None:
         if self._run is None and self._coming is None:
             self._coming = self._like.new_empty(self._elements)
             self.tell("fetched")
@@ -134,7 +127,7 @@ class RehearsedPiece(Piece):
         if self._run is not None:
             self._tell_of_write()
             return self._run
-        self.fetch()
+        self.start_back()
         run, self._coming = self._coming, None
         assert run is not None
         self.tell("read")
@@ -201,30 +194,19 @@ class Rehearsal(Mover):
         piece.tell("taken")
         series = self._series
         series.add(piece)
-        while len(series.waiting) > self._residence.last:
-            first = series.waiting.popleft()()
-            if first is not None and first.send():
+        for first in series.begin_to_go(self._residence.last):
+            if first.send():
                 series.going.append(ref(first))
-                while len(series.going) > self._residence.in_flight:
-                    self._let_go(series.going.popleft()())
+                for gone in series.have_gone(self._residence.in_flight):
+                    gone.let_go()
         return piece
-
-    @staticmethod
-    def _let_go(piece: RehearsedPiece | None) -> None:
-        if piece is not None:
-            piece.let_go()
 
     def is_read(self, piece: RehearsedPiece) -> None:
         """A tensor was read: begin to bring back those before it."""
-        wanted = self._series.before(piece.number, self._residence.ahead)
-        for other in wanted:
-            other.fetch()
+        wanted = self._series.bring_back_before(piece, self._residence.ahead)
         if self._residence.settles_on_read:
-            for reference in list(self._series.going):
-                other_piece = reference()
-                if other_piece is None or (other_piece not in wanted and other_piece is not piece):
-                    self._series.going.remove(reference)
-                    self._let_go(other_piece)
+            for gone in self._series.have_gone_but([*wanted, piece]):
+                gone.let_go()
 
     def reserve(self, nbytes: int) -> bool:
         """Take room in the storage, if there is any."""
@@ -244,5 +226,5 @@ class Rehearsal(Mover):
         """Keep the memory of a copy that is not waited for, as long as threads may be at it."""
         if self._residence.lingers:
             self._lingering.append(run)
-            self._lingering.sort(key=lambda kept: -kept.numel() * kept.element_size())
+            self._lingering.sort(key=lambda kept: -kept.nbytes)
             del self._lingering[self._residence.in_flight :]

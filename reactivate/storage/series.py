@@ -43,9 +43,40 @@ class Series(Generic[P]):
         self.pieces.append(ref(piece))
         self.waiting.append(ref(piece))
 
-    def last(self, count: int) -> list[P]:
-        """Return the pieces taken in last."""
-        return self.before(len(self.pieces), count)
+    def begin_to_go(self, last: int) -> Iterator[P]:
+        """Yield the pieces that wait no longer, since more than `last` came after them."""
+        while len(self.waiting) > last:
+            piece = self.waiting.popleft()()
+            if piece is not None:
+                yield piece
+
+    def have_gone(self, in_flight: int) -> Iterator[P]:
+        """Yield the pieces that are no longer on their way, since at most `in_flight` are at a time."""
+        while len(self.going) > in_flight:
+            piece = self.going.popleft()()
+            if piece is not None:
+                yield piece
+
+    def have_gone_but(self, needed: list[P]) -> Iterator[P]:
+        """Yield the pieces that are no longer on their way, since something is read: all but those that are needed."""
+        for reference in list(self.going):
+            piece = reference()
+            if piece is None or piece not in needed:
+                self.going.remove(reference)
+                if piece is not None:
+                    yield piece
+
+    def bring_back_last(self, count: int) -> None:
+        """Start to bring back the pieces taken in last."""
+        for piece in self.before(len(self.pieces), count):
+            piece.start_back()
+
+    def bring_back_before(self, piece: P, count: int) -> list[P]:
+        """Start to bring back the pieces taken in before one, and return them."""
+        found = self.before(piece.number, count)
+        for other in found:
+            other.start_back()
+        return found
 
     def before(self, number: int, count: int) -> list[P]:
         """Return the pieces taken in before one, the nearest first, of those that are still needed."""

@@ -12,7 +12,7 @@ from reactivate._text.sizes import size
 from reactivate._types import DEVICE, Storage
 from reactivate.errors import UsageError
 from reactivate.storage.moved import Traffic
-from reactivate.storage.shards import Shards, shards_of
+from reactivate.storage.shards import Shards
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Sharded:
         least_bytes = size(self.least_bytes, "Sharded(least_bytes=...)")
         object.__setattr__(self, "least_bytes", least_bytes)
         object.__setattr__(self, "group", group)
-        object.__setattr__(self, "_shards", shards_of(group, self.storage, least_bytes))
+        object.__setattr__(self, "_shards", Shards.of(group, self.storage, least_bytes))
 
     def __repr__(self) -> str:
         storage = "" if self.storage is DEVICE else f", storage={self.storage!r}"

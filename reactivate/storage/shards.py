@@ -13,20 +13,17 @@ Rules, each of which has a test that fails without it:
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from reactivate._torch.modes import FakeTensor
-from reactivate._types import DEVICE, Storage
+from reactivate._types import Storage
 from reactivate.storage.agreement import Notice, agree, start_gathering, waited
 from reactivate.storage.moved import Moved, Mover
 from reactivate.storage.pieces import Piece
 from reactivate.storage.placement import Extent, Memory
 from reactivate.storage.series import Series
-from reactivate.storage.streams import is_capturing
 
 _UNNAMED = "a tensor"
 
@@ -143,13 +140,8 @@ class Shards(Mover):
         return super().save(tensor, wrappers)
 
     def reason_to_stay(self, tensor: Tensor) -> str | None:
-        device = tensor.device
         reason = super().reason_to_stay(tensor)
-        if reason is None and tensor.numel() == 0:
-            return "they are empty"
-        if reason is None and device.type != "cpu" and not isinstance(tensor, FakeTensor) and is_capturing(device):
-            return "a graph of the device is being captured"
-        return reason
+        return "they are empty" if reason is None and tensor.numel() == 0 else reason
 
     def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
         series = self.order.series(run.device)
@@ -178,15 +170,3 @@ class Shards(Mover):
             piece = reference()
             if piece is not None and piece.serial in serials:
                 piece.start_back()
-
-
-_shards: WeakValueDictionary[tuple[Any, ...], Shards] = WeakValueDictionary()
-
-
-def shards_of(group: Any, storage: Storage = DEVICE, least_bytes: int = 0) -> Shards:
-    """Return the one for these settings: a policy may make a storage for each call, and ranks count what all of them keep."""
-    key = group, storage, least_bytes
-    found = _shards.get(key)
-    if found is None:
-        found = _shards[key] = Shards(*key)
-    return found

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PAGE = mmap.PAGESIZE
+from reactivate.storage.areas import in_pages
+
 _SLACK = 8  # a slab may be larger than what it holds by an eighth
 
 
@@ -77,7 +78,7 @@ class Slabs:
 
     def take(self, nbytes: int) -> Slab | None:
         """Return a slab of at least `nbytes`, None if that would be over the limit."""
-        nbytes = -(-max(nbytes, 1) // _PAGE) * _PAGE
+        nbytes = in_pages(nbytes)
         with self._guard:
             slab = self._fitting(nbytes) or self._new(nbytes)
             if slab is not None:

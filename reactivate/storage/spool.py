@@ -15,7 +15,6 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 
-from reactivate._torch.modes import FakeTensor
 from reactivate.errors import StorageError
 from reactivate.storage.areas import Area
 from reactivate.storage.disk_file import DiskFile
@@ -23,7 +22,6 @@ from reactivate.storage.moved import Mover
 from reactivate.storage.pieces import WRITTEN, Piece
 from reactivate.storage.placement import Extent, Memory
 from reactivate.storage.series import Series
-from reactivate.storage.streams import is_capturing
 
 Reading = tuple[Tensor, Future[None]]
 """A run that is being read, and the future of its end."""
@@ -142,8 +140,7 @@ class DiskPiece(Piece):
             if run is None:
                 run = self._in_memory()
             coming = self._start() if run is None else None
-            for other in self._series.before(self.number, self._spool.ahead):
-                other.start_back()
+            self._series.bring_back_before(self, self._spool.ahead)
             if run is not None:
                 return self.note_loaded(run)
         assert coming is not None
@@ -175,11 +172,11 @@ class DiskPiece(Piece):
         with self._spool.lock:
             if self._coming is not None and self._coming[0] is run:
                 self._coming = None
-                self._spool.traffic.loaded_bytes += run.numel() * run.element_size()
+                self._spool.traffic.loaded_bytes += run.nbytes
             if there is not None:
                 return self.note_loaded(there)
         raise StorageError(
-            f"A tensor of {run.numel() * run.element_size():,} bytes could not be read from the file in {self._file.path}: "
+            f"A tensor of {run.nbytes:,} bytes could not be read from the file in {self._file.path}: "
             f"{error}. The disk may have failed."
         ) from error
 
@@ -216,25 +213,14 @@ class Spool(Mover):
         self.file = None
         self._threads: ThreadPoolExecutor | None = None
 
-    def reason_to_stay(self, tensor: Tensor) -> str | None:
-        reason, device = super().reason_to_stay(tensor), tensor.device
-        if reason is None and device.type != "cpu" and not isinstance(tensor, FakeTensor) and is_capturing(device):
-            return "a graph of the device is being captured"
-        return reason
-
     def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
         series = self.order.series(run.device)
         piece = DiskPiece(memory, extent, run, series, self)
         series.add(piece)
-        while len(series.waiting) > self.last:
-            self._send(series, series.waiting.popleft()())
+        for first in series.begin_to_go(self.last):
+            if first.start():
+                series.going.append(ref(first))
         return piece
-
-    def _send(self, series: Series[DiskPiece], piece: DiskPiece | None) -> None:
-        if piece is None:
-            return
-        if piece.start():
-            series.going.append(ref(piece))
 
     def settle(self) -> None:
         """Let go of what is written, of all that this thread took in, and wait for the first if too many are not."""
@@ -255,7 +241,7 @@ class Spool(Mover):
 
     def write(self, run: Tensor) -> tuple[Write, Tensor] | None:
         """Start to write a run to the file: that, and the run on the host; None if there is no room for it."""
-        nbytes = run.numel() * run.element_size()
+        nbytes = run.nbytes
         try:
             if self.file is None:
                 self.file = DiskFile(self._path, self.limit, os.getpid())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from typing import Any
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from reactivate.storage.pieces import WRITTEN, Piece
 from reactivate.storage.placement import Extent, Memory
 from reactivate.storage.series import Series
 from reactivate.storage.slabs import Slab, Slabs, half_of_memory
-from reactivate.storage.streams import CopyStreams, has_streams, is_capturing
+from reactivate.storage.streams import CopyStreams, has_streams
 
 
 class HostPiece(Piece):
@@ -64,7 +64,7 @@ class HostPiece(Piece):
         run = self._run
         if run is None or self._slab is not None or self._look_for_write(run):
             return False
-        slab = self._slabs.take(run.numel() * run.element_size())
+        slab = self._slabs.take(run.nbytes)
         if slab is None:
             return False
         self._slab = slab
@@ -97,7 +97,7 @@ class HostPiece(Piece):
         run, arrived = self._coming
         self._streams.wait(run, arrived, self._computing)
         self._coming = None
-        self._staging.traffic.loaded_bytes += run.numel() * run.element_size()
+        self._staging.traffic.loaded_bytes += run.nbytes
         return run
 
     def held(self) -> list[Tensor]:
@@ -108,7 +108,9 @@ class HostPiece(Piece):
     def load(self) -> Tensor:
         with self._staging.lock:
             run = super().load()
-            self._staging.bring_back_before(self, self._series)
+            wanted = self._series.bring_back_before(self, self._staging.ahead)
+            for gone in self._series.have_gone_but([*wanted, self]):
+                gone.let_go()
             return run
 
     def __del__(self) -> None:
@@ -169,11 +171,8 @@ class Staging(Mover):
         device = tensor.device
         if device.type == "cpu":
             return "they are on the host already"
-        if not tensor.is_meta and not isinstance(tensor, FakeTensor):
-            if _shares_memory(device):
-                return "the device works in the host's memory"
-            if is_capturing(device):
-                return "a graph of the device is being captured"
+        if not tensor.is_meta and not isinstance(tensor, FakeTensor) and _shares_memory(device):
+            return "the device works in the host's memory"
         return super().reason_to_stay(tensor)
 
     def put(self, run: Tensor, memory: Memory, extent: Extent) -> Piece:
@@ -187,17 +186,15 @@ class Staging(Mover):
         series = self.order.series(device)
         piece = HostPiece(memory, extent, run, series, self._streams[device], self, self._slabs[device.type])
         series.add(piece)
-        while len(series.waiting) > self.last:
-            self._send(series, series.waiting.popleft()())
+        for first in series.begin_to_go(self.last):
+            self._send(series, first)
         return piece
 
-    def _send(self, series: Series[HostPiece], piece: HostPiece | None) -> None:
-        if piece is None:
-            return
+    def _send(self, series: Series[HostPiece], piece: HostPiece) -> None:
         if piece.start():
             series.going.append(ref(piece))
-            while len(series.going) > 1:
-                self._let_go(series.going.popleft()())
+            for gone in series.have_gone(1):
+                gone.let_go()
         elif not piece._is_written:
             reason = f"the limit of {self.limit:,} locked bytes is reached"
             self.traffic.stayed[reason] += 1
@@ -205,37 +202,10 @@ class Staging(Mover):
                 f"{reason}, and tensors stay on the device. Raise it with Host(limit=...), if the machine has more memory."
             )
 
-    @staticmethod
-    def _let_go(piece: HostPiece | None) -> None:
-        if piece is not None:
-            piece.let_go()
-
-    def bring_back_before(self, piece: HostPiece, series: Series[HostPiece]) -> None:
-        """Start to bring back what was taken in before `piece`."""
-        wanted = series.before(piece.number, self.ahead)
-        for other in wanted:
-            other.start_back()
-        for reference in list(series.going):
-            gone = reference()
-            if gone is None or (gone not in wanted and gone is not piece):
-                series.going.remove(reference)
-                self._let_go(gone)
-
     def clear(self) -> None:
         """Unlock what is not in use."""
         for slabs in self._slabs.values():
             slabs.clear()
-
-
-_stagings: WeakValueDictionary[tuple[Any, ...], Staging] = WeakValueDictionary()
-
-
-def staging_of(*settings: Any) -> Staging:
-    """Return the one for these settings: a policy may make a storage for each call, and copies of a model have others."""
-    found = _stagings.get(settings)
-    if found is None:
-        found = _stagings[settings] = Staging(*settings)
-    return found
 
 
 @functools.cache
