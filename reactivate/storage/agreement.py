@@ -19,9 +19,9 @@ from reactivate.errors import StorageError
 # torch 2.13 has another name for it, and warns of the old one.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _MARK = b"reactivate agrees"  # what another collective sends does not begin with it
-_NUMBERS = struct.Struct("<3q?")
 _KIND, _FORM, _NAME = 8, 64, 176  # bytes of the texts
-_SIZE = 296
+_NOTICE = struct.Struct(f"<{len(_MARK)}s3q?{_KIND}s{_FORM}s{_NAME}s")
+_SIZE = _NOTICE.size
 
 
 @dataclass(frozen=True)
@@ -48,28 +48,24 @@ class Notice:
 
     def packed(self) -> torch.Tensor:
         """Return it as bytes."""
-        texts = [_text(self.kind, _KIND), _text(self.form, _FORM), _text(self.name, _NAME)]
-        found = _MARK + _NUMBERS.pack(self.serial, self.checksum, self.next, self.is_there) + b"".join(texts)
-        return torch.frombuffer(bytearray(found.ljust(_SIZE, b"\0")), dtype=torch.uint8)
+        texts = _cut(self.kind, _KIND), _cut(self.form, _FORM), _cut(self.name, _NAME)
+        found = _NOTICE.pack(_MARK, self.serial, self.checksum, self.next, self.is_there, *texts)
+        return torch.frombuffer(bytearray(found), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, found: bytes) -> Notice:
         """Return what some bytes say."""
-        serial, checksum, following, is_there = _NUMBERS.unpack_from(found, len(_MARK))
-        texts, start = [], len(_MARK) + _NUMBERS.size
-        for length in (_KIND, _FORM, _NAME):
-            texts.append(found[start : start + length].rstrip(b"\0").decode(errors="replace"))
-            start += length
-        kind, form, name = texts
+        _, serial, checksum, following, is_there, *texts = _NOTICE.unpack(found)
+        kind, form, name = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
         return cls(kind, serial, checksum, following, is_there, form, name)
 
     def __str__(self) -> str:
         return f"{self.kind} tensor {self.serial}, {self.name}, {self.form}"
 
 
-def _text(text: str, length: int) -> bytes:
+def _cut(text: str, length: int) -> bytes:
     found = text.encode()
-    return (found if len(found) <= length else found[: length - 3] + b"...").ljust(length, b"\0")
+    return found if len(found) <= length else found[: length - 3] + b"..."
 
 
 def agree(mine: Notice, group: Any, device: torch.device) -> list[Notice]:
