@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch.nn import Module
 
@@ -16,8 +17,7 @@ from reactivate._types import DEVICE, Action, Policy, Site
 from reactivate.errors import UsageError
 
 
-@dataclass(frozen=True)
-class Interest:
+class Interest(NamedTuple):
     """The calls that a policy has to be asked about, so that others cost nothing.
 
     Attributes:
@@ -40,15 +40,7 @@ class Interest:
 
     def __or__(self, other: Interest) -> Interest:
         ops = None if self.ops is None or other.ops is None else self.ops | other.ops
-        return Interest(
-            ops,
-            self.functions | other.functions,
-            self.names or other.names,
-            self.modules or other.modules,
-            self.paths or other.paths,
-            self.calls or other.calls,
-            self.arguments or other.arguments,
-        )
+        return Interest(ops, *map(operator.or_, self[1:], other[1:]))
 
     @property
     def any_function(self) -> bool:

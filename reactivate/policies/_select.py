@@ -1,22 +1,61 @@
-"""Selecting modules: by path, by class, by predicate."""
+"""Policies for modules that are selected by path, by class, by predicate."""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from torch.nn import Module
 
 from reactivate._modules.spans import SpanPlace
 from reactivate._text.words import nearest
-from reactivate._types import Site
+from reactivate._types import DEVICE, Action, Recompute, Save, Site, Storage
 from reactivate.errors import UsageError
+from reactivate.policies._base import Interest, ReadyMade, written
 
 _INDEX = re.compile(r"\[(\w+)\]")  # as Python writes a child of a list
 _SLICE = re.compile(r"\[[^\]]*:[^\]]*\]")
 
 Selector = str | type | Callable[[Site], bool]
+
+
+@dataclass(frozen=True, repr=False)
+class SelectedModules(ReadyMade):
+    """A policy that has one action for the modules that it selects.
+
+    Attributes:
+        function: the name of the function that made it.
+        selectors: which modules.
+        action: what to do with these.
+    """
+
+    function: str
+    selectors: tuple[Selector, ...]
+    action: Action
+
+    def __repr__(self) -> str:
+        inputs = self.action.inputs if isinstance(self.action, Recompute) else None
+        return written(self.function, *self.selectors, inputs=inputs, storage=self.storage)
+
+    def __call__(self, site: Site) -> Action | None:
+        return self.action if site.module is not None and selects(self.selectors, site) else None
+
+    @property
+    def storage(self) -> Storage:
+        """Return where it keeps what it saves."""
+        return self.action.storage if isinstance(self.action, Save) else DEVICE
+
+    def _patterns(self) -> tuple[str, ...]:
+        return tuple(selector for selector in self.selectors if isinstance(selector, str))
+
+    def _spans(self) -> tuple[str, ...]:
+        is_recomputed = isinstance(self.action, Recompute)
+        return tuple(pattern for pattern in self._patterns() if is_recomputed and SpanPlace.of(pattern) is not None)
+
+    def _interest(self) -> Interest:
+        return Interest(modules=isinstance(self.action, Save))
 
 
 def check(selectors: tuple[Selector, ...], asked_by: str, *, takes_spans: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from reactivate._text.keywords import refuse_unknown
 from reactivate._types import Action, Policy, Recompute, Save, Site
@@ -22,7 +23,11 @@ from reactivate.policies._base import (
 
 @dataclass(frozen=True, repr=False)
 class _Several(ReadyMade):
+    function: ClassVar[str]
     policies: tuple[Policy, ...]
+
+    def __repr__(self) -> str:
+        return written(self.function, *self.policies)
 
     def _interest(self) -> Interest:
         interest = Interest()
@@ -39,8 +44,7 @@ class _Several(ReadyMade):
 
 @dataclass(frozen=True, repr=False)
 class _FirstMatch(_Several):
-    def __repr__(self) -> str:
-        return written("first_match", *self.policies)
+    function = "first_match"
 
     def __call__(self, site: Site) -> Action | None:
         for policy in self.policies:
@@ -66,8 +70,7 @@ def first_match(*policies: Policy) -> ReadyMade:
 
 @dataclass(frozen=True, repr=False)
 class _Union(_Several):
-    def __repr__(self) -> str:
-        return written("union", *self.policies)
+    function = "union"
 
     def __call__(self, site: Site) -> Action | None:
         actions = [action for action in (answer_of(policy, site) for policy in self.policies) if action is not None]
@@ -93,8 +96,7 @@ def union(*policies: Policy) -> ReadyMade:
 
 @dataclass(frozen=True, repr=False)
 class _Exclude(_Several):
-    def __repr__(self) -> str:
-        return written("exclude", *self.policies)
+    function = "exclude"
 
     def __call__(self, site: Site) -> Action | None:
         policy, *exceptions = self.policies

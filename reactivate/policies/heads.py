@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from reactivate._text.keywords import refuse_unknown
-from reactivate._types import Action, LossByRows, Site
-from reactivate.policies._base import ReadyMade, written
-from reactivate.policies._select import Selector, check, selects
-
-
-@dataclass(frozen=True, repr=False)
-class _ByRows(ReadyMade):
-    selectors: tuple[Selector, ...]
-
-    def __repr__(self) -> str:
-        return written("loss_by_rows", *self.selectors)
-
-    def __call__(self, site: Site) -> Action | None:
-        return LossByRows() if site.module is not None and selects(self.selectors, site) else None
-
-    def _patterns(self) -> tuple[str, ...]:
-        return tuple(selector for selector in self.selectors if isinstance(selector, str))
+from reactivate._types import LossByRows
+from reactivate.policies._base import ReadyMade
+from reactivate.policies._select import SelectedModules, Selector, check
 
 
 @refuse_unknown
@@ -47,4 +31,4 @@ def loss_by_rows(*modules: Selector) -> ReadyMade:
         ...     torch.nn.functional.cross_entropy(model(tokens), tokens).backward()
     """
     check(modules, "loss_by_rows")
-    return _ByRows(modules)
+    return SelectedModules("loss_by_rows", modules, LossByRows())

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reactivate._modules.spans import SpanPlace
 from reactivate._text.keywords import refuse_unknown
 from reactivate._types import DEVICE, Action, Recompute, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, check_every, check_storage, shortened, written
-from reactivate.policies._select import Selector, check, selects
+from reactivate.policies._select import SelectedModules, Selector, check
 from reactivate.policies.combine import first_match
 from reactivate.policies.ops import KINDS, save as save_kinds, save_ops
 
@@ -122,24 +121,6 @@ def recompute_every(k: int, offset: int = 0, *, inputs: Storage = DEVICE) -> Rea
     return _Every(k, offset, inputs)
 
 
-@dataclass(frozen=True, repr=False)
-class _RecomputeModules(ReadyMade):
-    selectors: tuple[Selector, ...]
-    inputs: Storage
-
-    def __repr__(self) -> str:
-        return written("recompute_modules", *self.selectors, inputs=self.inputs)
-
-    def __call__(self, site: Site) -> Action | None:
-        return Recompute(self.inputs) if site.module is not None and selects(self.selectors, site) else None
-
-    def _patterns(self) -> tuple[str, ...]:
-        return tuple(selector for selector in self.selectors if isinstance(selector, str))
-
-    def _spans(self) -> tuple[str, ...]:
-        return tuple(pattern for pattern in self._patterns() if SpanPlace.of(pattern) is not None)
-
-
 @refuse_unknown
 def recompute_modules(*modules: Selector, inputs: Storage = DEVICE) -> ReadyMade:
     """Recompute these modules, each a region of its own; one inside of another is a region inside of a region.
@@ -168,4 +149,4 @@ def recompute_modules(*modules: Selector, inputs: Storage = DEVICE) -> ReadyMade
         raise UsageError("recompute_modules takes at least one module to recompute; full() takes every block.")
     check(modules, "recompute_modules", takes_spans=True)
     check_storage(inputs, "recompute_modules(inputs=...)")
-    return _RecomputeModules(modules, inputs)
+    return SelectedModules("recompute_modules", modules, Recompute(inputs))

@@ -8,25 +8,7 @@ from reactivate._text.keywords import refuse_unknown
 from reactivate._types import DEVICE, Action, Save, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.policies._base import Interest, ReadyMade, written
-from reactivate.policies._select import Selector, check, selects
-
-
-@dataclass(frozen=True, repr=False)
-class _SaveModules(ReadyMade):
-    selectors: tuple[Selector, ...]
-    storage: Storage
-
-    def __repr__(self) -> str:
-        return written("save_modules", *self.selectors, storage=self.storage)
-
-    def __call__(self, site: Site) -> Action | None:
-        return Save(self.storage) if site.module is not None and selects(self.selectors, site) else None
-
-    def _patterns(self) -> tuple[str, ...]:
-        return tuple(selector for selector in self.selectors if isinstance(selector, str))
-
-    def _interest(self) -> Interest:
-        return Interest(modules=True)
+from reactivate.policies._select import SelectedModules, Selector, check
 
 
 @refuse_unknown
@@ -54,7 +36,7 @@ def save_modules(*modules: Selector, storage: Storage = DEVICE) -> ReadyMade:
     if not modules:
         raise UsageError("save_modules takes at least one module to save.")
     check(modules, "save_modules")
-    return _SaveModules(modules, storage)
+    return SelectedModules("save_modules", modules, Save(storage))
 
 
 @dataclass(frozen=True, repr=False)
