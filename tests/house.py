@@ -23,7 +23,7 @@ MODULES = sorted(
 
 # From the ground up: what stands in a row may import what stands in it or above.
 FLOORS = [
-    ["reactivate.errors", "reactivate._types", "reactivate._text", "reactivate._bits"],
+    ["reactivate.errors", "reactivate._types", "reactivate._text", "reactivate._bits", "reactivate._setting"],
     ["reactivate._torch", "reactivate._modules", "reactivate.storage", "reactivate._loss"],
     ["reactivate._backends", "reactivate._xla"],
     ["reactivate.policies"],

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from reactivate._setting import set_to
+
 
 class LogitsRead(NamedTuple):
     """Logits that a loss read.
@@ -27,11 +29,8 @@ _observers: ContextVar[tuple[list[LogitsRead], ...]] = ContextVar("reactivate.ob
 def observed_logits() -> Iterator[list[LogitsRead]]:
     """Yield a list that takes in the logits that losses read by rows inside of the context."""
     found: list[LogitsRead] = []
-    token = _observers.set((*_observers.get(), found))
-    try:
+    with set_to(_observers, (*_observers.get(), found)):
         yield found
-    finally:
-        _observers.reset(token)
 
 
 def tell(place: str, nbytes: int) -> None:

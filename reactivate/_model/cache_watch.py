@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, is_grad_enabled
 from reactivate._region.accounts import Ledger, in_words
 from reactivate._region.options import Options
 from reactivate._region.run import run
+from reactivate._setting import set_to
 from reactivate._text.warnings import warn
 from reactivate._text.words import counted
 
@@ -40,14 +41,9 @@ class Caller:
 _caller: ContextVar[Caller | None] = ContextVar("reactivate.caller", default=None)
 
 
-@contextmanager
-def called(caller: Caller) -> Iterator[None]:
+def called(caller: Caller) -> AbstractContextManager[None]:
     """Let `caller` be the one that warns of the caches that are found inside of the context."""
-    token = _caller.set(caller)
-    try:
-        yield
-    finally:
-        _caller.reset(token)
+    return set_to(_caller, caller)
 
 
 class CacheWatch:

@@ -9,8 +9,6 @@ were.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.nn import Module
 from reactivate._model.applied import Applied
 from reactivate._model.handle import FORWARD, AppliedForward, own_forward_of
 from reactivate._region.options import Options
+from reactivate._setting import set_to
 from reactivate._torch.dynamo import leave_out_of_graphs
 from reactivate._types import Policy
 from reactivate.errors import UnsupportedError
@@ -30,15 +29,6 @@ _MOST_POLICIES = 256
 Chosen = dict[int, AppliedForward]  # what one policy does, by the ids of modules
 
 _running: ContextVar[tuple[AppliedPerCall, Chosen | None] | None] = ContextVar("reactivate.running", default=None)
-
-
-@contextmanager
-def _choosing(applied: AppliedPerCall, chosen: Chosen | None) -> Iterator[None]:
-    token = _running.set((applied, chosen))
-    try:
-        yield
-    finally:
-        _running.reset(token)
 
 
 class AppliedPerCall(Applied):
@@ -117,7 +107,7 @@ class CalledForward(SwitchedForward):
         if running is not None and running[0] is self.applied:  # the model calls itself, inside of one call
             return self._run(running[1], args, kwargs)
         chosen = self.applied.chosen_for(self.module(), args, kwargs)
-        with _choosing(self.applied, chosen):
+        with set_to(_running, (self.applied, chosen)):
             return self._run(chosen, args, kwargs)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context, ContextVar
 from typing import Any, Protocol
+
+from reactivate._setting import set_to
 
 
 class Observer(Protocol):
@@ -32,11 +34,10 @@ are_regions_off: Callable[[], bool] = _without_regions.get
 def observed_by(observer: Observer) -> Iterator[None]:
     """Tell `observer` of the regions that begin inside of the context."""
     observers.append(observer)
-    token = _observer.set(observer)
     try:
-        yield
+        with set_to(_observer, observer):
+            yield
     finally:
-        _observer.reset(token)
         observers.remove(observer)
 
 
@@ -68,11 +69,6 @@ def tell(context: Context, event: str, argument: Any) -> None:
         notice(argument)
 
 
-@contextmanager
-def without_regions() -> Iterator[None]:
+def without_regions() -> AbstractContextManager[None]:
     """Make checkpointed functions plain inside of the context."""
-    token = _without_regions.set(True)
-    try:
-        yield
-    finally:
-        _without_regions.reset(token)
+    return set_to(_without_regions, True)

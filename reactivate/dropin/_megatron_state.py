@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from reactivate._setting import set_to
 from reactivate._types import Call, Guard
 from reactivate.errors import UsageError
 
@@ -23,8 +23,7 @@ open_regions: ContextVar[int] = ContextVar("reactivate.dropin.megatron.open_regi
 """The number of regions that the calling code is inside of."""
 
 
-@contextmanager
-def parallel(*, group: Any = None, tracker: Any = None) -> Iterator[None]:
+def parallel(*, group: Any = None, tracker: Any = None) -> AbstractContextManager[None]:
     """Say what Megatron's own state says where it is installed, for the calls inside of the context.
 
     Args:
@@ -37,11 +36,7 @@ def parallel(*, group: Any = None, tracker: Any = None) -> Iterator[None]:
         >>> with megatron.parallel(tracker=reactivate.guards.RngTracker()):
         ...     megatron.checkpoint(torch.sin, False, torch.ones(2, requires_grad=True)).sum().backward()
     """
-    token = _parallel.set(_Parallel(group, tracker))
-    try:
-        yield
-    finally:
-        _parallel.reset(token)
+    return set_to(_parallel, _Parallel(group, tracker))
 
 
 class _Checkpointing(Guard):
@@ -56,13 +51,8 @@ class _Checkpointing(Guard):
     def leave(self, token: Any, error: BaseException | None) -> None:
         open_regions.set(open_regions.get() - 1)
 
-    @contextmanager
-    def recompute(self, snapshot: Any) -> Iterator[None]:
-        token = open_regions.set(open_regions.get() + 1)
-        try:
-            yield
-        finally:
-            open_regions.reset(token)
+    def recompute(self, snapshot: Any) -> AbstractContextManager[None]:
+        return set_to(open_regions, open_regions.get() + 1)
 
 
 CHECKPOINTING = _Checkpointing()

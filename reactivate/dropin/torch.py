@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -42,6 +42,7 @@ from reactivate._region.region import Region
 from reactivate._region.run import runner_of
 from reactivate._region.sharing import current_group, shared_recompute
 from reactivate._run import run_untraced
+from reactivate._setting import set_to
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_as_traced, warn_of_running_as_traced
 from reactivate._types import Storage
 from reactivate.dropin._asked import Asked, warn_reentrant
@@ -215,21 +216,12 @@ def checkpoint_sequential(
 
 def set_checkpoint_early_stop(enable: bool | None) -> AbstractContextManager[None]:
     """Override `early_stop` for the forward passes inside of the context; None leaves it to them."""
-    return _within(_early_stop, enable)
+    return set_to(_early_stop, enable)
 
 
 def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager[None]:
     """Override `debug` for the forward passes inside of the context; None leaves it to them."""
-    return _within(_debug, enabled)
-
-
-@contextmanager
-def _within(variable: ContextVar[bool | None], value: bool | None) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
+    return set_to(_debug, enabled)
 
 
 class GraphExecGroup(shared_recompute):
