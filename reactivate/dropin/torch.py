@@ -46,9 +46,7 @@ from reactivate._setting import set_to
 from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_as_traced, warn_of_running_as_traced
 from reactivate._types import Storage
 from reactivate.dropin._asked import Asked, warn_reentrant
-from reactivate.dropin._chain import segments_of
 from reactivate.dropin._installation import Tally
-from reactivate.dropin._of_torch import checkpoint_of_torch, generator_of_torch
 from reactivate.errors import UsageError
 from reactivate.guards import DEFAULT, Guards
 from reactivate.storage import Host
@@ -168,7 +166,7 @@ def _checkpoint(
         )
     if is_compiling():
         if replaced and not is_dynamo_compiling():  # Dynamo knows the installed function, and does not look inside
-            return checkpoint_of_torch(replaced, function, args, kwargs, asked)
+            return _checkpoint_of_torch(function, args, kwargs, asked)
         try:
             return checkpoint_in_graph(function, args, kwargs, asked.context_fn if has_contexts else None)
         except NotTraced:
@@ -180,6 +178,15 @@ def _checkpoint(
     tally.add()
     runner, called = runner_of(function)
     return run_untraced(runner, options, called, args, kwargs)
+
+
+def _checkpoint_of_torch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked) -> Any:
+    """Call torch's own `checkpoint` with these options."""
+    options = asked._asdict()
+    if "_checkpoint_impl" in replaced:  # which torch's `checkpoint` calls
+        return replaced["_checkpoint_impl"](function, args, kwargs, use_reentrant=False, **options)
+    del options["respect_saved_tensors_hooks"]
+    return replaced["checkpoint"](function, *args, use_reentrant=False, **options, **kwargs)
 
 
 def checkpoint_sequential(
@@ -207,11 +214,24 @@ def checkpoint_sequential(
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if kwargs:
         raise UsageError(f"Unexpected keyword arguments: {','.join(kwargs)}. There is: preserve_rng_state.")
-    parts, last = segments_of(functions, segments)
-    value = input
-    for part in parts:
+    chain = list(functions.children()) if isinstance(functions, Sequential) else list(functions)
+    if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= max(1, len(chain)):
+        raise UsageError(
+            f"segments={segments!r}: it has to be a whole number from 1 to {max(1, len(chain))}, how many functions "
+            "there are."
+        )
+    value, size = input, len(chain) // segments
+    last = size * (segments - 1)
+    for start in range(0, last, size):
+        part = functools.partial(_run_chain, chain[start : start + size])
         value = checkpoint(part, value, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
-    return last(value)
+    return _run_chain(chain[last:], value)
+
+
+def _run_chain(chain: Sequence[Callable[..., Any]], value: Any) -> Any:
+    for function in chain:
+        value = function(value)
+    return value
 
 
 def set_checkpoint_early_stop(enable: bool | None) -> AbstractContextManager[None]:
@@ -271,7 +291,7 @@ def checkpoint_generator_impl(
     """
     asked = Asked(**options)
     if replaced and is_compiling():
-        yield from generator_of_torch(replaced, fn, args, kwargs, asked)
+        yield from _generator_of_torch(fn, args, kwargs, asked)
         return
     if not is_grad_enabled():
         yield
@@ -289,3 +309,11 @@ def checkpoint_generator_impl(
         region.fail(error)
         raise
     region.end(None)
+
+
+def _generator_of_torch(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked) -> Iterator[None]:
+    """Return torch's own generator around a region, with these options."""
+    name = "_checkpoint_without_reentrant_generator"
+    if f"{name}_impl" in replaced:  # which the other one calls
+        return replaced[f"{name}_impl"](fn, args, kwargs, **asked._asdict())  # type: ignore[no-any-return]
+    return replaced[name](fn, *asked[:-1], *args, **kwargs)  # type: ignore[no-any-return]

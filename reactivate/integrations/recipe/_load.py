@@ -17,9 +17,8 @@ from reactivate.errors import UsageError
 from reactivate.integrations.recipe._base import Example, Recipe
 from reactivate.integrations.recipe._grammar import listed
 from reactivate.integrations.recipe._native import Native
-from reactivate.integrations.recipe._objects import fields_of, is_object
 from reactivate.integrations.recipe._torchtitan import Torchtitan
-from reactivate.integrations.recipe._torchtitan_classes import TorchtitanClasses
+from reactivate.integrations.recipe._torchtitan_classes import TorchtitanClasses, fields_of, is_object
 from reactivate.integrations.recipe._torchtune import Torchtune
 from reactivate.integrations.recipe._validate import validated
 from reactivate.integrations.recipe._yaml import read_yaml

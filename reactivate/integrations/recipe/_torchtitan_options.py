@@ -9,11 +9,12 @@ from torch.nn import Module
 
 from reactivate._options import CheckMode
 from reactivate._types import Policy
-from reactivate.errors import UsageError
+from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.guards import DEFAULT
 from reactivate.integrations.recipe._base import Example, Recipe, Settings
 from reactivate.integrations.recipe._layers import Layers, layers_of, recompute
-from reactivate.integrations.recipe._memory_budget import planned
+from reactivate.planner.api import plan
+from reactivate.planner.plan import Plan
 from reactivate.policies import none
 
 FORCED = "force_recompute_mm_shapes_by_fqns"
@@ -49,7 +50,7 @@ class TorchtitanOptions(Recipe):
         if self.mode == "none":
             return none()
         if self.mode == self.budget_mode:
-            return planned(model, self._share, example)
+            return _planned(model, self._share, example)
         layers = layers_of(model)
         return recompute(layers) if self.mode == self.full_mode else self.selective(layers)
 
@@ -97,3 +98,29 @@ class TorchtitanOptions(Recipe):
     @property
     def _share(self) -> float:
         return SHARE if self.memory_budget is None else self.memory_budget
+
+
+def _planned(model: Module, share: float, example: Example | None) -> Plan:
+    """Return the plan for a share, from 0 to 1, of what recomputation can save.
+
+    0 stands for the least memory with which the step runs, 1 for the memory of the step without checkpointing. In torchtitan
+    the compiler's partitioner reads it so, of one compiled graph's activations; here it is the peak of the whole step.
+
+    Raises:
+        UsageError: there is no example, or see `reactivate.plan`.
+    """
+    if example is None:
+        raise UsageError(
+            f"recipe: memory_budget={share} becomes a plan, and a plan is made for a batch; got none. Write "
+            "recipe.apply(model, source, batch), with loss= if the model does not return its loss."
+        )
+    whole = plan(model, example.args, example.kwargs, budget="100%", loss=example.loss)
+    least_bytes, plain_bytes = _least_bytes(whole), whole.plain.peak_bytes
+    return whole.at(least_bytes + round(share * (plain_bytes - least_bytes)))
+
+
+def _least_bytes(plan: Plan) -> int:
+    try:
+        return plan.at(1).budget_bytes
+    except PlanInfeasible as error:
+        return error.least_bytes
