@@ -39,6 +39,14 @@ def print_json(document: Any) -> None:
     click.echo(json.dumps(document, indent=1))
 
 
+def answer(as_json: bool, document: Any, text: object) -> None:
+    """Print a JSON document if that was asked for, or else a text."""
+    if as_json:
+        print_json(document)
+    else:
+        click.echo(str(text))
+
+
 def code_of(error: BaseException) -> Code:
     """The exit code for what a command raised.
 

@@ -8,7 +8,7 @@ import click
 
 from reactivate._text.table import WIDTH, Column, Row, Table
 from reactivate.cli.options import REPORTING
-from reactivate.cli.outcome import Code, print_json
+from reactivate.cli.outcome import Code, answer
 from reactivate.planner.cost.devices import DEVICES, FORMATS, DeviceSpec
 
 
@@ -16,10 +16,7 @@ from reactivate.planner.cost.devices import DEVICES, FORMATS, DeviceSpec
 @REPORTING
 def devices(as_json: bool) -> int:
     """List the devices that a plan can be made for without having one."""
-    if as_json:
-        print_json([dataclasses.asdict(device) for device in DEVICES.values()])
-    else:
-        click.echo(_table())
+    answer(as_json, [dataclasses.asdict(device) for device in DEVICES.values()], _table())
     return Code.YES
 
 

@@ -6,7 +6,7 @@ import click
 
 from reactivate import _doctor
 from reactivate.cli.options import REPORTING
-from reactivate.cli.outcome import print_json
+from reactivate.cli.outcome import answer
 
 
 @click.command()
@@ -14,8 +14,5 @@ from reactivate.cli.outcome import print_json
 def doctor(as_json: bool) -> int:
     """Show versions, devices and missing names of torch, for bug reports; needs no extra package."""
     found = _doctor.examine()
-    if as_json:
-        print_json(found)
-    else:
-        click.echo(_doctor.text(found))
+    answer(as_json, found, _doctor.text(found))
     return 0

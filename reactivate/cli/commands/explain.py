@@ -12,7 +12,7 @@ from torch.nn import Module
 import reactivate
 from reactivate._types import Policy
 from reactivate.cli.options import POLICY, REPORTING, TARGET, policy_of
-from reactivate.cli.outcome import Code, print_json
+from reactivate.cli.outcome import Code, answer
 from reactivate.cli.target import Request, Subject, subject_of
 from reactivate.cli.where import device_here
 from reactivate.errors import UsageError
@@ -47,10 +47,7 @@ def explain(
         raise UsageError("--compare needs the policy to compare the plain model with: --plan or --policy.")
     explained = _compared if compare else _explained
     found: Explanation | Comparison = explained(subject, policy, is_fake)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        click.echo(str(found))
+    answer(as_json, found.to_json(), found)
     return Code.YES
 
 

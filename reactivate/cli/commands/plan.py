@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import reactivate
 from reactivate.cli.options import REPORTING, TARGET
-from reactivate.cli.outcome import Code, print_json
+from reactivate.cli.outcome import Code, answer
 from reactivate.cli.output import OUT, files_of, write
 from reactivate.cli.ranks import among, mesh_sizes
 from reactivate.cli.target import Request, subject_of
@@ -20,7 +20,6 @@ from reactivate.cli.where import where_of
 from reactivate.errors import UsageError
 from reactivate.integrations.recipe._text import parse_storage
 from reactivate.planner.head import HEADS, Head
-from reactivate.planner.plan import Plan
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
@@ -113,16 +112,9 @@ def plan(
             storage=[parse_storage(text, "--storage") for text in storages],
             head=head,
         )
-    _answer(found, as_json)
+    answer(as_json, {"feasible": True, **found.to_json()}, found)
     write(found, files)
     return Code.YES
-
-
-def _answer(found: Plan, as_json: bool) -> None:
-    if as_json:
-        print_json({"feasible": True, **found.to_json()})
-    else:
-        click.echo(str(found))
 
 
 def _bytes_or_text(budget: str | None) -> int | str | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import click
 
 from reactivate.cli.options import REPORTING
-from reactivate.cli.outcome import Code, print_json
+from reactivate.cli.outcome import Code, answer
 from reactivate.cli.output import OUT, files_of, write
 from reactivate.planner.plan import Plan
 
@@ -20,9 +20,6 @@ def show(plan_file: str, outs: Sequence[str], as_json: bool) -> int:
     """Print or draw a plan that was saved."""
     files = files_of(outs)
     plan = Plan.load(plan_file)
-    if as_json:
-        print_json(plan.to_json())
-    else:
-        click.echo(str(plan))
+    answer(as_json, plan.to_json(), plan)
     write(plan, files)
     return Code.YES

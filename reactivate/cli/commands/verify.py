@@ -9,7 +9,7 @@ import click
 
 import reactivate
 from reactivate.cli.options import POLICY, REPORTING, TARGET, policy_of
-from reactivate.cli.outcome import Code, print_json
+from reactivate.cli.outcome import Code, answer
 from reactivate.cli.target import Request, subject_of
 from reactivate.cli.where import device_here
 
@@ -36,8 +36,5 @@ def verify(
     policy = policy_of(plan_file, policy_text)
     subject = subject_of(Request(target, settings, **sizes, device=device_here(device)))
     verdict = reactivate.verify(subject.model, subject.args, subject.kwargs, policy=policy)
-    if as_json:
-        print_json(dataclasses.asdict(verdict))
-    else:
-        click.echo(str(verdict))
+    answer(as_json, dataclasses.asdict(verdict), verdict)
     return Code.YES if verdict else Code.NO
