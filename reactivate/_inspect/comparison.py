@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reactivate._inspect.entries import Entry
+from reactivate._inspect.entries import Entry, layer_of, seconds_of
 from reactivate._inspect.explanation import Explanation
 from reactivate._modules.paths import THE_MODEL, is_below
 from reactivate._region.accounts import in_words
-from reactivate._text.saving import Saved
+from reactivate._text.saving import Tabled
 from reactivate._text.table import Column, Row, Table
 from reactivate._text.words import alike, counted
 from reactivate.errors import UsageError
@@ -52,7 +52,7 @@ class LayerChange:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison(Saved):
+class Comparison(Tabled):
     """The explanations of a model without and with a policy. Printed, it is a table.
 
     Attributes:
@@ -77,7 +77,7 @@ class Comparison(Saved):
                 sum(item.kept_bytes for item in _walk(before.get(path, ()))),
                 sum(item.kept_bytes for item in _walk(after.get(path, ()))),
                 sum(item.recomputed_bytes for item in _walk(after.get(path, ())) if item.kind == "region"),
-                _seconds(after.get(path, ())),
+                seconds_of(_walk(after.get(path, ()))),
             )
             for path in dict.fromkeys([*before, *after])
         )
@@ -104,23 +104,8 @@ class Comparison(Saved):
         rows = [Row(_cells(run)) for run in self.runs]
         return Table(_COLUMNS, [*rows, Row(["all", "", *_figures(self.changes)], is_total=True)], self.title)
 
-    def text(self, *, width: int | None = None, plain: bool = False) -> str:
-        """The table as text.
-
-        Args:
-            width: in characters; that of the terminal if None, 120 where there is none.
-            plain: without rich, as wide as it gets; so it is where rich is not installed.
-        """
-        return self.table().text(width=width, plain=plain)
-
     def __repr__(self) -> str:
         return f"Comparison(before={self.before!r}, after={self.after!r})"
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def _repr_html_(self) -> str:
-        return self.table().html()
 
     def to_json(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers; `from_json` takes it back."""
@@ -142,20 +127,14 @@ def _by_layer(explanation: Explanation, layers: Mapping[str, str]) -> dict[str, 
     """Return the outermost entries by the layer that they are in, or by their module where that is in none."""
     found: dict[str, list[Entry]] = {}
     for entry in (*explanation.regions, *explanation.outside):
-        names = entry.path.split(".")
-        paths = (".".join(names[: number + 1]) for number in range(len(names)))
-        found.setdefault(next((path for path in paths if path in layers), entry.path), []).append(entry)
+        layer = layer_of(entry, layers)
+        found.setdefault(entry.path if layer is None else layer, []).append(entry)
     return found
 
 
 def _walk(entries: Sequence[Entry]) -> Iterator[Entry]:
     for entry in entries:
         yield from entry.walk()
-
-
-def _seconds(entries: Sequence[Entry]) -> float | None:
-    timed = [item.seconds for item in _walk(entries) if item.seconds is not None]
-    return sum(timed) if timed else None
 
 
 def _action(path: str, entries: Sequence[Entry], regions: Mapping[str, Sequence[str]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,19 @@ class Entry:
 
 def merged(entries: Sequence[Entry]) -> Entry:
     """Return the first of some sites that are alike, with the sums of all; the sites inside as well."""
-    timed = [entry.seconds for entry in entries if entry.seconds is not None]
     sums = {name: sum(getattr(entry, name) for entry in entries) for name in SUMMED}
     inside = tuple(merged(alike) for alike in zip(*(entry.inside for entry in entries)))
-    return dataclasses.replace(entries[0], seconds=sum(timed) if timed else None, inside=inside, **sums)
+    return dataclasses.replace(entries[0], seconds=seconds_of(entries), inside=inside, **sums)
+
+
+def seconds_of(entries: Iterable[Entry]) -> float | None:
+    """Return the seconds of all entries that have some; None if none has."""
+    timed = [entry.seconds for entry in entries if entry.seconds is not None]
+    return sum(timed) if timed else None
+
+
+def layer_of(entry: Entry, layers: Container[str]) -> str | None:
+    """Return the outermost of the layers, by its path, that an entry is, or is inside of; None if there is none."""
+    names = entry.path.split(".")
+    paths = (".".join(names[: number + 1]) for number in range(len(names)))
+    return next((path for path in paths if path in layers), None)

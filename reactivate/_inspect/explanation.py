@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reactivate._inspect.entries import Entry, merged
+from reactivate._inspect.entries import Entry, layer_of, merged
 from reactivate._inspect.explanation_table import table_of
 from reactivate._region.accounts import in_words
-from reactivate._text.saving import Saved
+from reactivate._text.saving import Tabled
 from reactivate._text.table import Table
 from reactivate._text.words import counted
 from reactivate.errors import UsageError
@@ -20,7 +20,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation(Saved):
+class Explanation(Tabled):
     """The sites of a step and their bytes. Printed, it is a table.
 
     Attributes:
@@ -56,15 +56,10 @@ class Explanation(Saved):
     def outside_by_layer(self) -> tuple[Entry, ...]:
         """Return `outside`, with one entry for each layer: its sums, and inside of it the entries that these are made of."""
         found: list[Entry] = []
-        for path, group in itertools.groupby(self.outside, self._layer_of):
+        for path, group in itertools.groupby(self.outside, lambda entry: layer_of(entry, self.layers)):
             entries = tuple(group)
             found += entries if path is None else [self._layer(path, entries)]
         return tuple(found)
-
-    def _layer_of(self, entry: Entry) -> str | None:
-        names = entry.path.split(".")
-        paths = (".".join(names[: number + 1]) for number in range(len(names)))
-        return next((path for path in paths if path in self.layers), None)
 
     def _layer(self, path: str, entries: tuple[Entry, ...]) -> Entry:
         total = merged(entries)
@@ -85,16 +80,8 @@ class Explanation(Saved):
         """Return the seconds that all recomputations took, None on fake tensors."""
         return None if self.is_fake else sum(entry.seconds or 0.0 for entry in self.walk())
 
-    def text(self, *, width: int | None = None, plain: bool = False) -> str:
-        """The table.
-
-        Args:
-            width: in characters; that of the terminal if None, 120 where there is none.
-            plain: without rich, as wide as it gets; so it is where rich is not installed.
-        """
-        return self._table().text(width=width, plain=plain)
-
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """The sites as a table: a row for each, one for several that are alike."""
         return table_of(self.regions, self.outside_by_layer, self._title())
 
     def _title(self) -> str:
@@ -108,12 +95,6 @@ class Explanation(Saved):
         kept, recomputed = in_words(self.kept_bytes), in_words(self.recomputed_bytes)
         sites = f"{counted(len(self.regions), 'region')} and {counted(len(self.outside), 'site')} outside"
         return f"Explanation({kept} kept, {recomputed} recomputed: {sites})"
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
 
     def to_json(self) -> dict[str, Any]:
         """All of it in dicts, lists, texts and numbers; `from_json` takes it back."""

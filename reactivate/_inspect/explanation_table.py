@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from reactivate._inspect.entries import Entry, merged
+from reactivate._inspect.entries import Entry, merged, seconds_of
 from reactivate._modules.paths import THE_MODEL
 from reactivate._region.accounts import in_words
 from reactivate._text.table import Column, Row, Table
@@ -109,6 +109,5 @@ def _total(entries: Iterable[Entry]) -> Row:
     found = [item for entry in entries for item in entry.walk() if item.kind != "layer"]
     kept = [sum(getattr(entry, name) for entry in found) for name in ("input_bytes", "snapshot_bytes", "result_bytes")]
     recomputed = sum(entry.recomputed_bytes for entry in found if entry.kind == "region")
-    timed = [entry.seconds for entry in found if entry.seconds is not None]
     sizes = (in_words(size) if size else "" for size in (*kept, recomputed))
-    return Row(["all", "", *sizes, _milliseconds(sum(timed) if timed else None)], is_total=True)
+    return Row(["all", "", *sizes, _milliseconds(seconds_of(found))], is_total=True)
