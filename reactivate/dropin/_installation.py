@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from threading import Lock
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from torch import is_grad_enabled
@@ -102,9 +102,7 @@ class Installation:
         self._lent = max(self._lent - 1, 0)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._ends_here.pop() and self in _active:
             self.remove()
 

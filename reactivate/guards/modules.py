@@ -6,24 +6,13 @@ Of every module that the region can reach:
   to them is undone;
 - buffers, and tensors in attributes, have the bytes that they had, in the same memory (see `_snapshot/shadows.py`);
 - parameters that something wrote to since are refused where the recomputation reads them (Rule 15);
-- a module with `recompute_state()` and `load_recompute_state(state)` keeps whatever else it needs.
+- a module with `recompute_state()`, which returns a copy, and `load_recompute_state(state)`, which sets what that gave, keeps
+  whatever else it needs: state in nested objects, in a kernel library.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 from reactivate._types import Guard
-
-
-class Stateful(Protocol):
-    """A module with state that is neither in buffers nor in attributes: in nested objects, in a kernel library."""
-
-    def recompute_state(self) -> Any:
-        """Return a copy of the state."""
-
-    def load_recompute_state(self, state: Any) -> None:
-        """Set what `recompute_state` gave."""
 
 
 class Modules(Guard):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, ClassVar, NamedTuple
 
 from reactivate._backends import backends
@@ -81,12 +80,10 @@ class RewoundRng:
             is_other |= other.differs()
         return Scope.EVERYTHING if is_other else Scope.NOTHING
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             for other in reversed(self._rewound):
-                other.__exit__(kind, error, traceback)
+                other.__exit__(*error)
         finally:
             seen = (*map(join, STREAMS.memory), *map(ask, STREAMS.asks))
             if seen != self._present.seen:
