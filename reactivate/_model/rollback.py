@@ -7,25 +7,28 @@ host. Noted when an optimizer steps: its state, and whether anything has been wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from reactivate._bits import checksum
-from reactivate._model.companions import KINDS as COMPANIONS, Companions
 from reactivate._model.handle import FORWARD, AppliedForward
 from reactivate._snapshot.call import Call
 from reactivate._torch.ops import flatten
 from reactivate.guards.rng import all_sources
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+_COMPANIONS = (LRScheduler, GradScaler)
 
 
 class Rollback:
@@ -64,7 +67,7 @@ class Rollback:
             (item, item._version) for item in reach.reached() if not item.is_inference() and id(item) not in buffers
         ]
         self._optimizers: dict[int, _OptimizerState] = {}
-        self._companions = Companions([item for item in reach.seen.values() if isinstance(item, COMPANIONS)])
+        self._companions = _Companions([item for item in reach.seen.values() if isinstance(item, _COMPANIONS)])
         own = (item for item in reach.seen.values() if isinstance(item, Optimizer))
         optimizers = {id(item): item for item in (*own, *self._companions.optimizers)}
         self._groups = list(map(_Groups, optimizers.values()))
@@ -167,11 +170,46 @@ class _OptimizerState:
 
     def put_back(self) -> None:
         """Let the optimizer, its state and its parameters be as they were."""
-        for tensor, copy in zip(self.copied, self._copies):
-            _here(tensor).copy_(copy)
+        for tensor, content in zip(self.copied, self._copies):
+            _here(tensor).copy_(content)
         self._groups.put_back()
         self._optimizer.state.clear()
         self._optimizer.state.update({parameter: dict(entries) for parameter, entries in self._state.items()})
+
+
+class _Companions:
+    """The state of schedulers of learning rates and gradient scalers: what belongs to them alone, counts, rates and scales.
+
+    Args:
+        found: schedulers and scalers. Those that a scheduler consists of are found in it.
+
+    Attributes:
+        optimizers: those that schedulers write learning rates to.
+
+    Raises:
+        TypeError: one of them has an attribute that cannot be copied.
+    """
+
+    def __init__(self, found: Iterable[Any]) -> None:
+        items = {id(item): item for each in found for item in _with_parts(each)}
+        self.optimizers = [vars(item)["optimizer"] for item in items.values() if "optimizer" in vars(item)]
+        self._shared = {id(item): item for item in (*items.values(), *self.optimizers)}
+        self._content = [(item, self._copied(vars(item))) for item in items.values()]
+
+    def put_back(self) -> None:
+        """Let them be as they were."""
+        for item, content in self._content:
+            vars(item).clear()
+            vars(item).update(self._copied(content))
+
+    def _copied(self, content: dict[str, Any]) -> dict[str, Any]:
+        return copy.deepcopy(content, dict(self._shared))
+
+
+def _with_parts(item: Any) -> Iterator[Any]:
+    yield item
+    for part in vars(item).get("_schedulers", ()):  # of `SequentialLR` and `ChainedScheduler`
+        yield from _with_parts(part)
 
 
 class _Groups:
