@@ -23,10 +23,6 @@ class Token:
         self.tensor = tensor
 
 
-def tensor_of(holder: Token) -> Tensor:
-    return holder.tensor
-
-
 @dataclass
 class Draft:
     """An entry that is being made."""

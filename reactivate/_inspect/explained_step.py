@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from sys import _getframe
 from types import CodeType
 from typing import Any
@@ -24,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from reactivate._backends import synchronize
-from reactivate._inspect.drafts import Draft, KeptTensor, RegionEnd, Token, tensor_of
+from reactivate._inspect.drafts import Draft, KeptTensor, RegionEnd, Token
 from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.places import SourcePlace, SourcePlaces, module_of
 from reactivate._inspect.step import Step, cotangents, leaves_of
@@ -89,7 +90,7 @@ class ExplainedStep(Step):
     def _run(self, model: Callable[..., Any], run: Any) -> None:
         self._ledger = Ledger(self._known())
         with observed_by(self):
-            with saved_tensors_hooks(self._pack, tensor_of):
+            with saved_tensors_hooks(self._pack, attrgetter("tensor")):
                 output = model(*self.args, **self.kwargs)
             roots = self._roots_of(leaves_of("output", output).values())
             self._count_kept()

@@ -145,12 +145,11 @@ def _leaves_with_paths(value: Any) -> list[tuple[str, Any]]:
 
 
 def _items_of(value: Any) -> Iterator[tuple[str, Any]]:
-    items = value.items() if isinstance(value, Mapping) else enumerate(_parts_of(value))
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    else:
+        items = enumerate(value if isinstance(value, (list, tuple)) else flatten(value)[0])
     return ((f"[{key!r}]", item) for key, item in items)
-
-
-def _parts_of(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, (list, tuple)) else flatten(value)[0]
 
 
 def _leaves_requiring_grad(name: str, value: Any) -> dict[str, Tensor]:
