@@ -114,24 +114,17 @@ def _view_class(kind: type[Module]) -> type:
     return _lasting_view_class(kind) if names.get(kind.__name__) is kind else _found_view_class(kind)
 
 
-@functools.lru_cache(maxsize=256)
-def _lasting_view_class(kind: type[Module]) -> type:
-    """Return the view class of a class that is there for good."""
-    return _found_view_class(kind)
-
-
 def _found_view_class(kind: type[Module]) -> type:
     for found in type.__subclasses__(kind):  # which holds them weakly: classes may be made anew for each model
         if found.__bases__ == (ModuleView, kind):
             return found
-    bases = (ModuleView, kind)
-    return types.new_class(kind.__name__, bases, exec_body=lambda names: names.update(_names_of(kind)))
-
-
-def _names_of(kind: type[Module]) -> dict[str, Any]:
-    return {
+    own = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
         "_reactivate_kind": kind,
     }
+    return types.new_class(kind.__name__, (ModuleView, kind), exec_body=lambda names: names.update(own))
+
+
+_lasting_view_class = functools.lru_cache(maxsize=256)(_found_view_class)  # of classes that are there for good

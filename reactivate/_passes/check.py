@@ -115,15 +115,17 @@ class Check:
             but: the numbers of those that do not count.
             also: the numbers of those that count although their checksums are not sure.
         """
+        return min(self.differences(other, also, but), default=None)
+
+    def differences(
+        self, other: Check, also: Container[int] = NOTHING, but: Container[int] = NOTHING
+    ) -> frozenset[int]:
+        """Return the numbers of all tensors that differ in another pass; `but` and `also` as in `difference`."""
         numbers = self._common(other, but, also)
         ones, others = ([check.sums[number].bits for number in numbers] for check in (self, other))
         if not numbers or run_unseen(_are_equal, ones, others):
-            return None
-        return next(number for number, one, two in zip(numbers, ones, others) if not run_unseen(torch.equal, one, two))
-
-    def differences(self, other: Check, also: Container[int] = NOTHING) -> frozenset[int]:
-        """Return the numbers of all tensors that differ in another pass."""
-        pairs = ((number, self.sums[number].bits, other.sums[number].bits) for number in self._common(other, also=also))
+            return NOTHING
+        pairs = zip(numbers, ones, others)
         return frozenset(number for number, one, two in pairs if not run_unseen(torch.equal, one, two))
 
     def unsure(self) -> frozenset[int]:

@@ -39,7 +39,11 @@ def take_in(storage: Storage, tensor: Tensor, name: str) -> Any:
     takes_names = getattr(storage, "takes_names", False)
     handle = aside(storage.save, tensor, name) if takes_names else aside(storage.save, tensor)
     if _is_watched(storage):
-        _note(storage, is_moved=handle is not tensor)
+        request = _find(storage)
+        request.asked += 1
+        if handle is not tensor:
+            idle.remove(request)
+            _known[id(storage)] = storage
     return handle
 
 
@@ -70,14 +74,6 @@ def _find(storage: Storage) -> IdleStorage:
         found = IdleStorage(storage)
         idle.append(found)
     return found
-
-
-def _note(storage: Storage, is_moved: bool) -> None:
-    request = _find(storage)
-    request.asked += 1
-    if is_moved:
-        idle.remove(request)
-        _known[id(storage)] = storage
 
 
 def refuse_silence() -> None:

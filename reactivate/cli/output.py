@@ -29,7 +29,18 @@ def files_of(outs: Sequence[str]) -> list[Path]:
     Raises:
         UsageError: a file is of another kind.
     """
-    return [file for out in outs for file in _files_of(out)]
+    files: list[Path] = []
+    for out in outs:
+        path = Path(out)
+        if path.is_dir() or not path.suffix:
+            files += (path / name for name in _IN_A_FOLDER)
+        elif path.suffix in (".json", *DRAWN):
+            files.append(path)
+        else:
+            raise UsageError(
+                f"--out {out}: it takes a folder, or a file whose name ends in {', '.join(('.json', *DRAWN))}."
+            )
+    return files
 
 
 def write(plan: Plan, files: Sequence[Path]) -> None:
@@ -45,14 +56,3 @@ def write(plan: Plan, files: Sequence[Path]) -> None:
         except OSError as error:
             raise UsageError(f"--out {file}: {error.strerror or error}.") from None
         click.echo(f"wrote {file}", err=True)
-
-
-def _files_of(out: str) -> list[Path]:
-    path = Path(out)
-    if path.is_dir() or not path.suffix:
-        return [path / name for name in _IN_A_FOLDER]
-    if path.suffix not in (".json", *DRAWN):
-        raise UsageError(
-            f"--out {out}: it takes a folder, or a file whose name ends in {', '.join(('.json', *DRAWN))}."
-        )
-    return [path]

@@ -99,18 +99,12 @@ def placement_of(tensor: Tensor) -> tuple[Placement, Extent]:
 
 def run_of(tensor: Tensor, extent: Extent) -> Tensor:
     """Return the elements of `extent` in the memory of `tensor`, dense and one-dimensional."""
-    plain = plain_of(tensor)
+    plain = tensor.detach()
+    if type(plain) is not Tensor and has_memory(type(plain)):  # a class that is only a Python name for it
+        plain = plain.as_subclass(Tensor)
     if plain.is_conj():
         plain = plain.conj()
     return plain.as_strided((extent.stop - extent.start,), (1,), extent.start)
-
-
-def plain_of(tensor: Tensor) -> Tensor:
-    """Return `tensor` without its graph, and without a class that is only a Python name for it."""
-    plain = tensor.detach()
-    if type(plain) is not Tensor and has_memory(type(plain)):
-        plain = plain.as_subclass(Tensor)
-    return plain
 
 
 class Memory:
