@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Module
@@ -109,15 +109,26 @@ def _check_batch(asked_by: str, args: Any) -> None:
 
 
 def _check_binding(asked_by: str, model: Any, call: Any, kind: str, taken: str) -> None:
-    try:
-        signature = inspect.signature(model.forward if isinstance(model, Module) else model)
-    except (TypeError, ValueError):  # of a builtin
-        return
-    try:
-        signature.bind(*call[0], **call[1])
-    except TypeError as error:
+    reason, signature = why_not_called_with(model, *call)
+    if reason:
         raise UsageError(
             f"{asked_by} was given a {kind}; {taken}, which {getattr(model, '__name__', type(model).__name__)}{signature} "
-            f"does not take: {error}. If the {kind} is one argument, write {asked_by}(model, (batch,)); otherwise pass "
+            f"does not take: {reason}. If the {kind} is one argument, write {asked_by}(model, (batch,)); otherwise pass "
             "the part of the batch that the model takes."
-        ) from None
+        )
+
+
+def why_not_called_with(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, Any]:
+    """Say why a function or a module cannot be called with these arguments, and return its signature.
+
+    Nothing, and None, if it has no signature to tell by; nothing if it can be called so.
+    """
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, Module) else function)
+    except (TypeError, ValueError):  # of a builtin
+        return "", None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error), signature
+    return "", signature

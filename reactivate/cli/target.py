@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from reactivate._inspect.arguments import why_not_called_with
 from reactivate._text.words import did_you_mean
 from reactivate._torch.ops import flatten, unflatten
 from reactivate.cli import huggingface
@@ -177,17 +177,13 @@ def _with_its_ranks(request: Request) -> Iterator[None]:
 
 
 def _check_keywords(target: str, factory: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
-    try:
-        parameters = inspect.signature(factory).parameters
-        inspect.signature(factory).bind(**keywords)
-    except ValueError:  # of a builtin, say, which has no signature
-        return
-    except TypeError as error:
-        takes = ", ".join(parameters) or "no arguments"
+    reason, signature = why_not_called_with(factory, (), keywords)
+    if reason:
+        takes = ", ".join(signature.parameters) or "no arguments"
         raise UsageError(
-            f"TARGET {target!r} cannot be called so: {error}. It takes {takes}; --set NAME=VALUE, --batch, --length and "
+            f"TARGET {target!r} cannot be called so: {reason}. It takes {takes}; --set NAME=VALUE, --batch, --length and "
             "--mesh are given to it by name."
-        ) from None
+        )
 
 
 def _unpacked(target: str, made: Any) -> Subject:
@@ -211,13 +207,9 @@ def _unpacked(target: str, made: Any) -> Subject:
 
 
 def _check_inputs(target: str, subject: Subject) -> None:
-    called = subject.model.forward if isinstance(subject.model, Module) else subject.model
-    try:
-        inspect.signature(called).bind(*subject.args, **subject.kwargs)
-    except ValueError:
-        return
-    except TypeError as error:
+    reason, _ = why_not_called_with(subject.model, subject.args, subject.kwargs)
+    if reason:
         raise UsageError(
-            f"TARGET {target!r}: the model cannot be called with what came with it: {error}. Return (model, args) or "
+            f"TARGET {target!r}: the model cannot be called with what came with it: {reason}. Return (model, args) or "
             "(model, args, kwargs)."
-        ) from None
+        )
