@@ -10,22 +10,6 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.nn import Module
 
-__all__ = [
-    "DEVICE",
-    "Action",
-    "Call",
-    "CompilerBudget",
-    "Device",
-    "Guard",
-    "LossByRows",
-    "Policy",
-    "Recompute",
-    "Save",
-    "Site",
-    "Storage",
-    "Unrestored",
-]
-
 
 class Storage(Protocol):
     """A storage: the place where a tensor that is kept for the backward waits. It gives back every bit.

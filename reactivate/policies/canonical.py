@@ -24,18 +24,9 @@ _PLACES = (torch.nn.functional, torch, torch.Tensor, builtin_functions)
 _SYNTAX = {"__matmul__": "matmul", "__rmatmul__": "matmul", "__getitem__": "getitem", "__setitem__": "setitem_"}
 
 # Names that users try, and that no function has.
-_ATTENTION = (
-    "sdpa",
-    "attention",
-    "self_attention",
-    "attn",
-    "flash",
-    "flash_attn",
-    "flash_attention",
-    "scaled_dot_product",
-)
+_ATTENTION = "sdpa attention self_attention attn flash flash_attn flash_attention scaled_dot_product"
 _OTHER_NAMES = {
-    **dict.fromkeys(_ATTENTION, "scaled_dot_product_attention"),
+    **dict.fromkeys(_ATTENTION.split(), "scaled_dot_product_attention"),
     **dict.fromkeys(("mha", "multiheadattention", "multi_head_attention"), "multi_head_attention_forward"),
     **dict.fromkeys(("@", "gemm"), "matmul"),
     **dict.fromkeys(("fc", "dense"), "linear"),

@@ -26,19 +26,8 @@ _ATTENTION = (
 # What torchtitan 0.3 saves, by the names that users call.
 COMPUTE_INTENSIVE = (
     # matrix products, convolutions and attention: their time grows faster than the bytes of their results
-    *(
-        "linear",
-        "matmul",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "einsum",
-        "bilinear",
-        "tensordot",
-        "_scaled_mm",
-        "scaled_mm",
-    ),
+    *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear", "tensordot"),
+    *("_scaled_mm", "scaled_mm"),
     *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
     *_ATTENTION,
     *("_scaled_dot_product_attention_math", "_scaled_dot_product_fused_attention_overrideable", "upsample_bilinear2d"),

@@ -6,7 +6,7 @@ Without the script the page says the same: it shows values sooner than a browser
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,7 @@ class HtmlTable:
     Attributes:
         heading: what stands above it.
         table: what is in it.
-        unfolded: for each row what is in it that it only sums up.
+        unfolded: for each row what is in it that it only sums up; empty if none does.
         marked: the number of the row that stands out, or None.
         calls: for each row the call that a button copies; an empty text for none.
         is_wide: whether it is as wide as the page: names of modules, and more than three columns, need that.
@@ -58,7 +58,7 @@ class HtmlTable:
 
     heading: str
     table: Table
-    unfolded: list[list[str]]
+    unfolded: Sequence[Sequence[str]] = ()
     marked: int | None = None
     calls: tuple[str, ...] = ()
     is_wide: bool = False
@@ -120,7 +120,7 @@ def _memory(plan: PlanContents) -> HtmlTable:
     if plan.optimizer_bytes:
         rows.append(Row(["the optimizer's step", in_words(plan.optimizer_bytes), _share(plan.optimizer_bytes, peak)]))
     columns = (Column("what"), Column("bytes", True), Column("share", True))
-    return HtmlTable("Memory at the peak", Table(columns, rows), [[] for _ in rows])
+    return HtmlTable("Memory at the peak", Table(columns, rows))
 
 
 def _choices(plan: PlanContents) -> HtmlTable:
@@ -129,14 +129,14 @@ def _choices(plan: PlanContents) -> HtmlTable:
     table, choices = plan_text.choice_table(plan, most), plan_text.choices(plan, most)
     chosen = next(index for index, choice in enumerate(choices) if choice.is_chosen)
     calls = tuple(plan_text.planning_call(plan, choice.point) for choice in choices)
-    return HtmlTable("Other choices", table, [[] for _ in table.rows], chosen, calls, is_wide=True)
+    return HtmlTable("Other choices", table, marked=chosen, calls=calls, is_wide=True)
 
 
 def _alive(plan: PlanContents) -> list[HtmlTable]:
     if not has_tensors(plan):
         return []
     table = alive_table(plan, MOST_TENSORS)
-    return [HtmlTable("Tensors at the peak", table, [[] for _ in table.rows], is_wide=True)]
+    return [HtmlTable("Tensors at the peak", table, is_wide=True)]
 
 
 def _share(size: int, whole: int) -> str:

@@ -7,6 +7,7 @@ it ever can be there, and tells of each transfer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -89,7 +90,7 @@ class RehearsedPiece(Piece):
         self._run: Tensor | None = run
         self._elements, self._like = run.numel(), rehearsal.like(run)
         self._rehearsal = rehearsal
-        self._key = rehearsal.next_key()
+        self._key = next(rehearsal.keys)
         self._coming: Tensor | None = None
         self._is_sent = False
 
@@ -154,6 +155,7 @@ class Rehearsal(Mover):
 
     Attributes:
         tell: is called with each transfer: what it is, the number of the tensor, bytes.
+        keys: numbers of tensors.
         stored_bytes, most_stored_bytes: in whole pages, now and at most.
         failures: why the real storage could not do the same.
     """
@@ -169,7 +171,7 @@ class Rehearsal(Mover):
         self._residence = residence
         self._series: Series[RehearsedPiece] = Series()
         self._lingering: list[Tensor] = []
-        self._keys = 0
+        self.keys = itertools.count(1)
         self._kinds: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def like(self, run: Tensor) -> Tensor:
@@ -178,11 +180,6 @@ class Rehearsal(Mover):
         if key not in self._kinds:
             self._kinds[key] = run.new_empty(0)
         return self._kinds[key]
-
-    def next_key(self) -> int:
-        """Return a number for a tensor."""
-        self._keys += 1
-        return self._keys
 
     def fail(self, reason: str) -> None:
         """Note why the real storage could not do this."""
