@@ -27,14 +27,8 @@ _numbers = itertools.count(1)
 def run_tagged(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, contexts: Any) -> Any:
     """`fn(*args, **kwargs)`, every node of which the partitioner is told to recompute.
 
-    Args:
-        fn: a function or a module.
-        args, kwargs: its arguments.
-        options: of the region.
-        contexts: what torch.compile would enter around it, None for nothing.
-
     Raises:
-        UnsupportedError: there are contexts, of which nodes tell nothing.
+        UnsupportedError: there are contexts, which torch.compile would enter around it, and of which nodes tell nothing.
     """
     if not torch.is_grad_enabled() or are_regions_off():  # Rule 3
         return fn(*args, **kwargs)

@@ -29,12 +29,7 @@ _RESET = "reset_iter_state"  # newer versions of torch have a name for that
 
 @contextmanager
 def sharding_faked(modules: Iterable[Module], fake: Callable[[Any], Any]) -> Iterator[None]:
-    """Put fake tensors into the state of sharded modules; afterwards it is as it was, and so are the modules' own dicts.
-
-    Args:
-        modules: all modules of a model.
-        fake: from a tensor to its fake.
-    """
+    """Put fake tensors into the state of sharded modules; afterwards it is as it was, and so are the modules' own dicts."""
     sharded = sharded_in(modules)
     objects = _objects_of(sharded)
     restore = [_restoring(vars(item)) for item in objects]
@@ -49,11 +44,7 @@ def sharding_faked(modules: Iterable[Module], fake: Callable[[Any], Any]) -> Ite
 
 
 def resetting_sharding(modules: Iterable[Module]) -> Callable[[], None]:
-    """Bring sharded modules to where they are between two steps, and return what brings them there after an error in one.
-
-    Args:
-        modules: all modules of a step.
-    """
+    """Bring sharded modules to where they are between two steps, and return what brings them there after an error in one."""
     sharded = sharded_in(modules)
     for module in sharded:
         module.reshard()  # type: ignore[operator]  # weights that an evaluation has left gathered

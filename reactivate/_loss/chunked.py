@@ -210,14 +210,7 @@ class _HeadGradients:
         self.bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
 
     def add(self, rows: slice, gradient: Tensor, hidden: Tensor, head: _Head) -> None:
-        """Add a slice.
-
-        Args:
-            rows: the slice.
-            gradient: of its logits.
-            hidden: what the head was called with for it.
-            head: the head.
-        """
+        """Add a slice, with the gradient of its logits and what the head was called with for it."""
         if self.hidden is not None:
             self.hidden[rows] = gradient @ head.weight
         if self.weight is not None:

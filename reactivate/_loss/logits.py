@@ -78,8 +78,7 @@ class Logits(Tensor):
         """Return what stands for `source.to(dtype)`.
 
         Args:
-            source: the tensor.
-            dtype: its own, or another.
+            source, dtype: the tensor, and its own dtype or another.
             place: the path of the module that returned the logits.
             cast: what this is a view of.
             view: makes the view.
@@ -191,12 +190,7 @@ class _Stand(Function):
 def call_by_rows(
     forward: Callable[[], Callable[..., Any]], place: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call the forward of a head, and return what it returns so that its loss is computed by rows.
-
-    Args:
-        forward: returns it.
-        place: the path of the head.
-        args, kwargs: what it is called with.
+    """Call the forward of the head at a path, and return what it returns so that its loss is computed by rows.
 
     Raises:
         UnsupportedError: torch.compile traces the call.
@@ -217,12 +211,7 @@ leave_out_of_graphs(_refuse_compilation, "an error that is raised in a graph wou
 
 
 def by_rows(result: Any, place: str = "") -> Any:
-    """Return logits whose loss is computed by rows, where a backward will follow; anything else as it is.
-
-    Args:
-        result: what a module returned.
-        place: the path of the module.
-    """
+    """Return what a module returned: logits whose loss is computed by rows, where a backward will follow; or as it is."""
     if not isinstance(result, Tensor) or type(result) not in (Tensor, FakeTensor):
         return result
     is_trained = result.requires_grad and result.is_floating_point() and torch.is_grad_enabled()

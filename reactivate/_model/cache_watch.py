@@ -27,12 +27,7 @@ from reactivate._text.words import counted
 
 @dataclass
 class Caller:
-    """A function of the user's call that applies policies or runs models: it warns once, whatever it tries.
-
-    Attributes:
-        name: the function.
-        has_warned: whether it has.
-    """
+    """A function of the user's call that applies policies or runs models: it warns once, whatever it tries."""
 
     name: str
     has_warned: bool = False

@@ -20,11 +20,7 @@ from reactivate._types import Storage
 
 
 class StoredInput(InputSpec):
-    """A tensor in a storage: the original, as long as it lives unmodified, or what the storage gives back.
-
-    Attributes:
-        storage: where it is.
-    """
+    """A tensor in a storage: the original, as long as it lives unmodified, or what the storage gives back."""
 
     __slots__ = ("_attributes", "_form", "_handle", "_original", "_version", "storage")
 

@@ -38,9 +38,8 @@ class OffloadingPair(ContextPair):
     """A pair of contexts, of which torch's of selective checkpointing offload what their policy says.
 
     Args:
-        make: as of `ContextPair`.
         storage: where results wait.
-        keeps_random_numbers: as of `ContextPair`.
+        make, keeps_random_numbers: as of `ContextPair`.
     """
 
     def __init__(self, make: Callable[[], Any], storage: Storage, *, keeps_random_numbers: bool) -> None:

@@ -57,14 +57,7 @@ class Guards:
 
 
 class Rewound:
-    """State set back to a snapshot for as long as the context lasts.
-
-    Args:
-        read: () -> the present state.
-        write: (state) -> None.
-        snapshot: the state to set.
-        is_same: (present, snapshot) -> whether they are the same, for `differs`.
-    """
+    """State set back to a snapshot for as long as the context lasts. `differs` asks `is_same(present, snapshot)`."""
 
     __slots__ = ("_is_same", "_now", "_read", "_snapshot", "_write")
 

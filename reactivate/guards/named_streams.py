@@ -55,9 +55,6 @@ def tensor_parallel_seeds(
 class StreamStates:
     """The streams of a tracker, as they were.
 
-    Args:
-        tracker: the tracker.
-
     Attributes:
         current: the one that torch's generators draw from; None if that is no stream of the tracker.
         states: of all streams; that of `current` is out of date.

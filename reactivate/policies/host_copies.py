@@ -14,12 +14,7 @@ OPS = frozenset({"to", "cpu", "_to_copy"})
 
 
 def is_copy_to_host(op: str | None, args: Any, kwargs: Any) -> bool:
-    """Return whether a call copies a tensor from a device to the host.
-
-    Args:
-        op: the name of the called op.
-        args, kwargs: its arguments.
-    """
+    """Return whether a call of an op copies a tensor from a device to the host."""
     if op not in OPS or not args or not isinstance(args[0], Tensor) or not _is_on_device(args[0]):
         return False
     return op == "cpu" or any(map(_names_host, (*args[1:2], kwargs.get("device"), kwargs.get("other"))))

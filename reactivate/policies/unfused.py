@@ -11,12 +11,7 @@ OPS = frozenset({"scaled_dot_product_attention"})
 
 
 def is_unfused(op: str | None, args: Any, kwargs: Any) -> bool:
-    """Return whether a call is attention with dropout on a CPU, which has no kernel for that.
-
-    Args:
-        op: the name of the called op.
-        args, kwargs: its arguments.
-    """
+    """Return whether a call of an op is attention with dropout on a CPU, which has no kernel for that."""
     if op not in OPS:
         return False
     query = args[0] if args else kwargs.get("query")

@@ -21,12 +21,7 @@ _MARKS = "sD^v<>ph"  # of fixed policies, one each
 
 
 def draw(axes: Axes, plan: PlanContents) -> None:
-    """Every plan as a line, this one as a dot on it, each fixed policy as a mark, what is over the budget in red.
-
-    Args:
-        axes: where to.
-        plan: the plan.
-    """
+    """Every plan as a line, this one as a dot on it, each fixed policy as a mark, what is over the budget in red."""
     chosen = plan_point(plan)
     everything = [chosen, *plan.frontier, *plan.policies]
     (unit, scale), (clock, tick) = _units_of(everything)

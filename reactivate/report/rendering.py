@@ -13,11 +13,7 @@ _STYLE, _SCRIPT = "page.css", "page.js"
 
 
 def rendered(template: str, **values: Any) -> str:
-    """Return a page.
-
-    Args:
-        template: the name of its file.
-        values: what is filled in.
+    """Return a page: the template in a file of this name, with values filled in.
 
     Raises:
         UsageError: jinja2 is not installed.

@@ -21,12 +21,7 @@ _LANES = 0.12  # more of it, for the copies
 
 
 def draw(axes: Axes, plan: PlanContents) -> None:
-    """The step as a mountain of what memory is for; the plain step behind it, the budget above it.
-
-    Args:
-        axes: where to.
-        plan: the plan.
-    """
+    """The step as a mountain of what memory is for; the plain step behind it, the budget above it."""
     top = max(plan.predicted.peak_bytes, plan.plain.peak_bytes)
     shows_budget = plan.budget_bytes <= 2 * top  # a budget far above would press all else flat
     top = max(top, plan.budget_bytes) if shows_budget else top

@@ -104,26 +104,14 @@ def lazy(device: str) -> dict[str, Tensor]:
 
 
 class Look:
-    """A look at a tensor, to compare what comes back with.
-
-    Args:
-        tensor: as it goes in.
-    """
+    """A look at a tensor as it goes in, to compare what comes back with."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._facts = _facts(tensor)
         self._bits = _bits(tensor)
 
     def check(self, found: Tensor, name: str) -> None:
-        """Raise an error if `found` is anything else.
-
-        Args:
-            found: what came back.
-            name: of the property and the tensor.
-
-        Raises:
-            AssertionError: if it is.
-        """
+        """Assert that `found`, which came back, is the same; `name` is that of the property and the tensor."""
         assert isinstance(found, Tensor), f"{name}, but as a {type(found).__name__}"
         facts = _facts(found)
         for fact, expected in self._facts.items():

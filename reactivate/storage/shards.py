@@ -31,14 +31,8 @@ _UNNAMED = "a tensor"
 class ShardPiece(Piece):
     """A run of elements of which this rank keeps a part.
 
-    Args:
-        memory, extent: as of any piece.
-        run: the elements.
-        serial: which of the tensors that were taken in.
-        series: where the piece stands.
-        shards: of its storage.
-
     Attributes:
+        serial: which of the tensors that were taken in.
         coming: the gathered bytes, and the work that ends when they are there; None if nothing is under way.
     """
 

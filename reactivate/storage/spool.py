@@ -65,14 +65,7 @@ class Write:
 
 
 class DiskPiece(Piece):
-    """A run of elements that is in memory, on its way, or in a file.
-
-    Args:
-        memory, extent: as of any piece.
-        run: the elements, where they were computed.
-        series: where the piece stands.
-        spool: of its storage.
-    """
+    """A run of elements that is in memory, on its way, or in a file."""
 
     waits = True
 
@@ -191,9 +184,7 @@ class Spool(Mover):
     Args:
         path: where the file is made.
         limit: of the file, in bytes.
-        least_bytes: smaller tensors stay.
-        last: how many tensors wait in memory.
-        ahead: how many are read before they are needed.
+        least_bytes, last, ahead: as of any mover.
     """
 
     rests_in_memory = False

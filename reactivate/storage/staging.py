@@ -25,15 +25,7 @@ from reactivate.storage.streams import CopyStreams, has_streams
 
 
 class HostPiece(Piece):
-    """A run of elements that is on the device, on its way, or in a slab.
-
-    Args:
-        memory, extent: as of any piece.
-        run: the elements, on the device.
-        series: where the piece stands.
-        streams: of the device.
-        slabs: for its kind of device.
-    """
+    """A run of elements that is on the device, on its way, or in a slab."""
 
     waits = True
 
@@ -144,9 +136,7 @@ class Staging(Mover):
 
     Args:
         limit: of locked bytes; None for half of the host's memory.
-        least_bytes: smaller tensors stay.
-        last: how many tensors wait on the device.
-        ahead: how many come back before they are read.
+        least_bytes, last, ahead: as of any mover.
     """
 
     name = "reactivate.storage.Host"
