@@ -245,8 +245,6 @@ def wrap(fn: Callable[..., Any], options: Options, settings: dict[str, Any]) -> 
     """Return `fn` as a region: a view of it, if it is a module.
 
     Args:
-        fn: a function or a module.
-        options: of the region.
         settings: the arguments of `checkpoint` that made these options, for copies.
 
     Raises:

@@ -28,8 +28,6 @@ def run_region(runner: Runner, options: Options, fn: Any, /, *args: Any, **kwarg
 
     Args:
         runner: the part of the engine that runs it in eager mode.
-        options: of the region.
-        fn: a function or a module.
     """
     if is_compiling():
         _register_devices()

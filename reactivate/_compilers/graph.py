@@ -39,7 +39,6 @@ def contexts_for(policy: Policy, root: Root, path: str) -> Callable[[], Any]:
     """A function for what torch.compile enters around a traced region and around its recomputation.
 
     Args:
-        policy: the policy.
         root: a reference to the module that is the region, if it is one.
         path: its path.
     """

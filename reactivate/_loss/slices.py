@@ -11,12 +11,7 @@ _ALIGNED = 16  # rows: kernels that read several numbers at once find each row w
 
 
 def rows_of(count: int, slices: int) -> int:
-    """Return how many rows a slice has: a multiple of 16.
-
-    Args:
-        count: how many rows there are in all.
-        slices: at most how many slices to make of them.
-    """
+    """Return how many rows a slice has, of at most so many slices of `count` rows: a multiple of 16."""
     return max(1, -(-count // (slices * _ALIGNED))) * _ALIGNED
 
 

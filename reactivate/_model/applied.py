@@ -66,12 +66,6 @@ class Applied:
         return list(found.values())
 
     def options_of(self, path: str, within: str, module: weakref.ref[Module]) -> Options:
-        """The options of a region.
-
-        Args:
-            path: of the region.
-            within, module: the module that it is, or that it is a span of, and the path of that.
-        """
         policy = self.policy._inside(path) if isinstance(self.policy, ReadyMade) else self.policy
         interest = interest_of(policy)
         choice = in_graph = None

@@ -79,8 +79,6 @@ class SpanRegion:
     """A span of the members of a `Sequential`, which is a region.
 
     Args:
-        applied: the policy.
-        place: of the span.
         sequential: a reference to the `Sequential`, whose members may be replaced from call to call.
     """
 

@@ -74,11 +74,7 @@ class Rollback:
 
     @contextmanager
     def watching(self, begins: Callable[[], None] | None = None) -> Iterator[None]:
-        """Take note of each optimizer before its first step inside of the context.
-
-        Args:
-            begins: called before that.
-        """
+        """Take note of each optimizer before its first step inside of the context; `begins` is called before that."""
 
         def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if begins is not None:

@@ -22,8 +22,6 @@ class Selection:
     """The modules of a model that a policy has an action for.
 
     Args:
-        model: the model.
-        policy: the policy.
         unmatched: the parts of the policy, of which those that match a module are crossed off.
 
     Attributes:

@@ -19,7 +19,6 @@ def spans_named(policy: Policy, modules: Mapping[str, Module]) -> dict[SpanPlace
     """Find the spans that a policy has something to say about.
 
     Args:
-        policy: the policy.
         modules: those of the model, by their paths.
 
     Raises:

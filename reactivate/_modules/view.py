@@ -77,7 +77,6 @@ def view_of(module: M, region: functools.partial[Any]) -> M | None:
     """Return a view of `module` whose call runs `region`; None if the class of `module` allows no views.
 
     Args:
-        module: the original.
         region: the call of `module` as a region, which can be copied and pickled.
     """
     try:

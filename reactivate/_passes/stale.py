@@ -38,12 +38,11 @@ _around: ContextVar[tuple[StaleReads, ...]] = ContextVar("reactivate.stale_reads
 
 
 class StaleReads(TorchDispatchMode):
-    """Refuses to save what comes from one of `tensors`, or from memory of theirs.
+    """Refuses to save what comes from one of `tensors`, which have been modified, or from memory of theirs.
 
     Memory that the recomputation itself has filled may be read, in the same shape.
 
     Args:
-        tensors: what has been modified.
         refuse: makes the error for one of them.
 
     Raises:

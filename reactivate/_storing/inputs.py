@@ -54,12 +54,7 @@ class StoredInput(InputSpec):
 
 
 def store_for(storage: Storage, name: str) -> Callable[[Tensor, str], StoredInput | None]:
-    """Return what hands the inputs of a region to a storage.
-
-    Args:
-        storage: the storage.
-        name: of the region, for messages.
-    """
+    """Return what hands the inputs of a region to a storage; messages call the region `name`."""
     note_leaves(storage)
 
     def store(tensor: Tensor, place: str) -> StoredInput | None:

@@ -31,11 +31,7 @@ _known: WeakValueDictionary[int, Any] = WeakValueDictionary()  # {id: the storag
 
 
 def take_in(storage: Storage, tensor: Tensor, name: str) -> Any:
-    """Hand a tensor to a storage; return its handle, which is the tensor itself if that stays where it is.
-
-    Args:
-        name: of the tensor, for the messages of storages that want it.
-    """
+    """Hand a tensor, called `name` in messages, to a storage; return its handle: the tensor itself where that stays."""
     takes_names = getattr(storage, "takes_names", False)
     handle = aside(storage.save, tensor, name) if takes_names else aside(storage.save, tensor)
     if _is_watched(storage):

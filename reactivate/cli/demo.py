@@ -71,7 +71,6 @@ def run(out: Path, as_json: bool) -> int:
 
     Args:
         out: the folder of plan.json and results.json.
-        as_json: print the results as JSON, in place of a table.
 
     Returns:
         0; 1 if the two runs differ.

@@ -130,10 +130,6 @@ class PerCall(ReadyMade):
 def check_policy(policy: Any, asked_by: str) -> None:
     """See to it that `policy` is one.
 
-    Args:
-        policy: anything.
-        asked_by: the function that was given it.
-
     Raises:
         UsageError: it is something else; the message says what to write.
     """

@@ -62,7 +62,6 @@ def check(selectors: tuple[Selector, ...], asked_by: str, *, takes_spans: bool =
     """See to it that each of `selectors` is one.
 
     Args:
-        selectors: anything.
         asked_by: the function that was given them.
         takes_spans: whether they may be spans of a `Sequential`.
 

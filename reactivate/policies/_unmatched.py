@@ -13,7 +13,6 @@ class Unmatched:
     """The parts of a policy that have matched nothing so far.
 
     Args:
-        policy: the policy.
         asked_by: what messages call the function that was given the policy.
         regions: how many regions the policy is for.
         has_modules: whether they are modules, or methods of modules.

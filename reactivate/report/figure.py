@@ -36,7 +36,6 @@ def drawn(plan: PlanContents, *draws: Callable[[Axes, PlanContents], None], size
     """A figure with pictures of a plan, side by side.
 
     Args:
-        plan: the plan.
         draws: each draws one picture, on axes of its own.
         size: width and height in inches.
 
@@ -59,12 +58,7 @@ def png_of(figure: Figure) -> bytes:
 
 
 def svg_of(figure: Figure, name: str = "plan") -> str:
-    """Return the figure as SVG, the same in each run.
-
-    Args:
-        figure: the figure.
-        name: what identifiers in it are made from.
-    """
+    """Return the figure as SVG, the same in each run; identifiers in it are made from `name`."""
     matplotlib, _ = _matplotlib()
     file = StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

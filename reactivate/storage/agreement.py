@@ -72,7 +72,6 @@ def agree(mine: Notice, group: Any, device: torch.device) -> list[Notice]:
     """Tell the other ranks of a group what this one is about to do, and return what each of them says.
 
     Args:
-        mine: what this one is about to do.
         group: the process group. A collective: every rank of the group has to come to it.
         device: of the tensor, where the group has no way to send what is on the CPU.
 

@@ -108,7 +108,6 @@ class Mover:
         """Take `tensor` in: a handle for it, or the tensor itself if it stays.
 
         Args:
-            tensor: the tensor.
             wrappers: those that it is a part of.
 
         Raises:

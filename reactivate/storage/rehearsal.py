@@ -66,7 +66,6 @@ def residence_of(storage: Any, *, on_host: bool) -> Residence | None:
     """Return how long a storage leaves tensors in memory; None for one whose ways are its own.
 
     Args:
-        storage: the storage.
         on_host: whether the tensors are in the memory of the host.
     """
     if not isinstance(storage, (Host, Disk)):
@@ -148,10 +147,7 @@ class RehearsedPiece(Piece):
 
 
 class Rehearsal(Mover):
-    """A storage that only rehearses.
-
-    Args:
-        residence: how long it leaves tensors in memory.
+    """A storage that only rehearses: it leaves tensors in memory for as long as `residence` says.
 
     Attributes:
         tell: is called with each transfer: what it is, the number of the tensor, bytes.

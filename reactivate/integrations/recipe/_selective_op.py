@@ -25,7 +25,6 @@ def selective_op(layers: Layers, names: Sequence[str] | None = None, asked_by: s
     """The policy: `layers` are regions, and what is kept inside of them.
 
     Args:
-        layers: the layers.
         names: parts of the paths of `Linear`s. These, and those of the same shape in the same layer, are recomputed.
             None, or torchtitan's own list: that list, where the model has such modules.
         asked_by: the field that `names` is from.
