@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from operator import attrgetter
 from sys import _getframe
 from types import CodeType
@@ -25,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from reactivate._backends import synchronize
-from reactivate._inspect.drafts import Draft, KeptTensor, RegionEnd, Token
+from reactivate._inspect.entries import Entry
 from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.places import SourcePlace, SourcePlaces, module_of
 from reactivate._inspect.step import Step, cotangents, leaves_of
@@ -48,6 +49,62 @@ from reactivate._saved_calls.saved_call import Kept, SavedCall
 from reactivate._snapshot.call import Call
 from reactivate._torch.ops import flatten
 from reactivate._types import Device
+
+
+class Token:
+    """A token in the place of a saved tensor: it is alive as long as the tensor is kept."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@dataclass
+class Draft:
+    """An entry that is being made."""
+
+    kind: str
+    place: SourcePlace
+    name: str = ""
+    action: str = "keep"
+    reason: str | None = None
+    storage: str | None = None
+    figures: dict[str, Any] = field(default_factory=dict)
+    inside: list[Draft] = field(default_factory=list)
+
+    def put_in(self, storage: Any) -> None:
+        """Take note of where it is kept."""
+        behind = getattr(storage, "storage", None)
+        in_another = "" if behind is None or isinstance(behind, Device) else f" in {type(behind).__name__}"
+        self.storage = f"{type(storage).__name__}{in_another}"
+
+    def add(self, name: str, number: float) -> None:
+        self.figures[name] = self.figures.get(name, 0) + number
+
+    def entry(self) -> Entry:
+        path, source = self.place
+        inside = tuple(draft.entry() for draft in self.inside)
+        what = self.kind, path, self.name, self.action, self.reason, source, self.storage
+        return Entry(*what, inside=inside, **self.figures)
+
+
+@dataclass
+class KeptTensor:
+    """A tensor is kept: by whom, and under which figure it counts. No draft: unknown so far."""
+
+    holder: ref[Token]
+    draft: Draft | None
+    figure: str
+
+
+@dataclass
+class RegionEnd:
+    """A region has ended, and keeps what autograd does not know of."""
+
+    region: ref[Region]
+    draft: Draft
+    calls: dict[int, Draft]  # by the number of the call
 
 
 class ExplainedStep(Step):

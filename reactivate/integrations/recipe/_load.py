@@ -14,14 +14,13 @@ from reactivate._model.apply import apply as apply_policy
 from reactivate._model.handle import Handle
 from reactivate._text.words import did_you_mean
 from reactivate.errors import UsageError
-from reactivate.integrations.recipe._base import Example, Recipe
+from reactivate.integrations.recipe._base import Example, Recipe, needed
 from reactivate.integrations.recipe._grammar import listed
 from reactivate.integrations.recipe._native import Native
 from reactivate.integrations.recipe._torchtitan import Torchtitan
 from reactivate.integrations.recipe._torchtitan_classes import TorchtitanClasses, fields_of, is_object
 from reactivate.integrations.recipe._torchtune import Torchtune
 from reactivate.integrations.recipe._validate import validated
-from reactivate.integrations.recipe._yaml import read_yaml
 from reactivate.planner.step import Loss
 
 Source = Mapping[str, Any] | str | os.PathLike[str] | Any  # the last: an object of a dataclass
@@ -107,7 +106,7 @@ def apply(
 def _mapping(source: Source, section: str | None) -> dict[str, Any]:
     given: Any = source
     if isinstance(source, (str, os.PathLike)):
-        given = read_yaml(Path(source))
+        given = _read_yaml(Path(source))
     place = "the recipe"
     if section is not None and is_object(given):
         given = {item.name: getattr(given, item.name) for item in fields(given)}
@@ -159,3 +158,32 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(item) for item in value]
     return value
+
+
+def _read_yaml(path: Path) -> Any:
+    """Return the contents of the file at `path`.
+
+    Raises:
+        UsageError: there is no such file, it is no YAML, or a key in it stands twice; or PyYAML is not installed.
+    """
+    yaml = needed("yaml", "reading a YAML file")
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        _refuse_repeated_keys(root, path)
+        return loader.construct_document(root) if root is not None else None
+    except OSError as error:
+        raise UsageError(f"recipe: {path} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"recipe: {path} is no YAML: {error}") from error
+
+
+def _refuse_repeated_keys(node: Any, path: Path) -> None:
+    """YAML's own reader takes the last of several values for a key."""
+    children = node.value if isinstance(getattr(node, "value", None), list) else []
+    keys = [child[0].value for child in children if isinstance(child, tuple)]
+    for child in children:
+        key, value = child if isinstance(child, tuple) else (None, child)
+        if key is not None and keys.count(key.value) > 1:
+            raise UsageError(f"recipe: {path}, line {key.start_mark.line + 1}: {key.value!r} stands twice. Keep one.")
+        _refuse_repeated_keys(value, path)
