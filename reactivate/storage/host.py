@@ -58,13 +58,14 @@ class Host(Moving):
     @property
     def used_bytes(self) -> int:
         """Bytes of the host in which there are tensors now."""
-        return self._mover.used_bytes
+        return sum(slabs.used_bytes for slabs in self._mover.slabs.values())
 
     @property
     def locked_bytes(self) -> int:
         """Bytes of the host that are locked now."""
-        return self._mover.locked_bytes
+        return sum(slabs.locked_bytes for slabs in self._mover.slabs.values())
 
     def clear(self) -> None:
         """Unlock the memory of the host that is not in use."""
-        self._mover.clear()
+        for slabs in self._mover.slabs.values():
+            slabs.clear()

@@ -137,6 +137,9 @@ class Staging(Mover):
     Args:
         limit: of locked bytes; None for half of the host's memory.
         least_bytes, last, ahead: as of any mover.
+
+    Attributes:
+        slabs: {type of a device: the memory of the host that such devices read and write}.
     """
 
     name = "reactivate.storage.Host"
@@ -144,18 +147,8 @@ class Staging(Mover):
     def __init__(self, limit: int | None, least_bytes: int, last: int, ahead: int) -> None:
         super().__init__(least_bytes, last, ahead)
         self.limit = half_of_memory() if limit is None else limit
-        self._slabs: dict[str, Slabs] = {}
+        self.slabs: dict[str, Slabs] = {}
         self._streams: dict[torch.device, CopyStreams] = {}
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the host in which there are tensors now."""
-        return sum(slabs.used_bytes for slabs in self._slabs.values())
-
-    @property
-    def locked_bytes(self) -> int:
-        """Bytes of the host that are locked now."""
-        return sum(slabs.locked_bytes for slabs in self._slabs.values())
 
     def reason_to_stay(self, tensor: Tensor) -> str | None:
         device = tensor.device
@@ -171,10 +164,10 @@ class Staging(Mover):
             return PlainPiece(memory, extent, run)
         if device not in self._streams:
             self._streams[device] = CopyStreams(device)
-        if device.type not in self._slabs:
-            self._slabs[device.type] = Slabs(device.type, self.limit)
+        if device.type not in self.slabs:
+            self.slabs[device.type] = Slabs(device.type, self.limit)
         series = self.order.series(device)
-        piece = HostPiece(memory, extent, run, series, self._streams[device], self, self._slabs[device.type])
+        piece = HostPiece(memory, extent, run, series, self._streams[device], self, self.slabs[device.type])
         series.add(piece)
         for first in series.begin_to_go(self.last):
             self._send(series, first)
@@ -191,11 +184,6 @@ class Staging(Mover):
             self.warn_once(
                 f"{reason}, and tensors stay on the device. Raise it with Host(limit=...), if the machine has more memory."
             )
-
-    def clear(self) -> None:
-        """Unlock what is not in use."""
-        for slabs in self._slabs.values():
-            slabs.clear()
 
 
 @functools.cache

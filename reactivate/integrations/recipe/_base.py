@@ -93,9 +93,9 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that are not at their default, as `load` takes them and YAML can write them."""
-        given = {item.name: getattr(self, item.name) for item in fields(self)}
-        changed = {item.name: given[item.name] for item in fields(self) if given[item.name] != item.default}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+        given = ((item.name, getattr(self, item.name), item.default) for item in fields(self))
+        changed = ((name, value) for name, value, default in given if value != default)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in changed}
 
 
 def check_op_or_number(field: str, option: int | str | None) -> None:
