@@ -47,26 +47,20 @@ class Selection:
             if isinstance(part, ReadyMade):
                 part._check_blocks(blocks)
         actions = [(site.path, module, self._action(site)) for module, site in self._sites]
-        recomputed = {path: module for path, module, action in actions if isinstance(action, Recompute)}
+
+        def those(kind: type[Action]) -> list[tuple[str, Module, Any]]:
+            return [item for item in actions if isinstance(item[2], kind)]
+
+        recomputed = {path: module for path, module, _ in those(Recompute)}
         places = {str(place): place for place in self._spans}
         self.regions = {path: module for path, module in recomputed.items() if path not in places}
         self.spans = by_sequential(place for path, place in places.items() if path in recomputed)
-        self.inputs = {
-            path: action.inputs
-            for path, _, action in actions
-            if isinstance(action, Recompute) and action.inputs is not DEVICE
-        }
+        self.inputs = {path: action.inputs for path, _, action in those(Recompute) if action.inputs is not DEVICE}
         self._inside = {id(inner) for module in recomputed.values() for inner in module.modules()}
-        self.saved = {
-            path: module for path, module, action in actions if isinstance(action, Save) and id(module) in self._inside
-        }
-        self.heads = {
-            path: module
-            for path, module, action in actions
-            if isinstance(action, LossByRows) and id(module) not in self._inside
-        }
-        self.budgets = {path: module for path, module, action in actions if isinstance(action, CompilerBudget)}
-        self.shares = {path: action.share for path, _, action in actions if isinstance(action, CompilerBudget)}
+        self.saved = {path: module for path, module, _ in those(Save) if id(module) in self._inside}
+        self.heads = {path: module for path, module, _ in those(LossByRows) if id(module) not in self._inside}
+        self.budgets = {path: module for path, module, _ in those(CompilerBudget)}
+        self.shares = {path: action.share for path, _, action in those(CompilerBudget)}
         self._cross_off(unmatched)
         self._refuse_unmatched(unmatched)
 
