@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from reactivate._loss.slices import ranges_of, rows_of, without_autocast
+from reactivate._loss.slices import slices_of, without_autocast
 
 SLICES = 16
 _IGNORED = -100
@@ -54,8 +54,8 @@ class _RowLosses(Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, dtype: torch.dtype, ignore_index: int) -> Tensor:
         ctx.save_for_backward(logits, targets)
         ctx.ignore_index = ignore_index
-        ranges = list(ranges_of(len(logits), rows_of(len(logits), SLICES))) or [slice(0, 0)]
-        losses = torch.cat([_losses_of(logits[rows], targets[rows], dtype, ignore_index) for rows in ranges])
+        slices = slices_of(len(logits), SLICES)
+        losses = torch.cat([_losses_of(logits[rows], targets[rows], dtype, ignore_index) for rows in slices])
         ctx.dtype = losses.dtype  # autocast may have chosen another one
         return losses
 
@@ -68,7 +68,7 @@ class _RowLosses(Function):
                 losses = _losses_of(logits, targets, ctx.dtype, ctx.ignore_index)
                 return *torch.autograd.grad(losses, logits, gradient, create_graph=True), None, None, None
             found = torch.empty_like(logits)
-            for rows in ranges_of(len(logits), rows_of(len(logits), SLICES)):
+            for rows in slices_of(len(logits), SLICES):
                 found[rows] = _gradient_of(logits[rows], targets[rows], ctx.dtype, ctx.ignore_index, gradient[rows])
         return found, None, None, None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
 
-from reactivate._loss.slices import ranges_of, rows_of, without_autocast
+from reactivate._loss.slices import slices_of, without_autocast
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import described
 from reactivate._torch.dynamo import leave_out_of_graphs
@@ -159,13 +159,12 @@ class _ChunkedLosses(Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, loss: TokenLoss, chunks: int
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.loss, ctx.rows = loss, rows_of(len(hidden), chunks)
+        ctx.loss, ctx.slices = loss, slices_of(len(hidden), chunks)
         kind = hidden.device.type
         ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         with without_autocast(hidden):
             head = _Head.of(weight, bias, ctx.dtype)
-            ranges = list(ranges_of(len(hidden), ctx.rows)) or [slice(0, 0)]
-            return torch.cat([loss.of(head.logits_of(hidden[rows]), targets[rows]) for rows in ranges])
+            return torch.cat([loss.of(head.logits_of(hidden[rows]), targets[rows]) for rows in ctx.slices])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -176,7 +175,7 @@ class _ChunkedLosses(Function):
                 return *_differentiable(losses, (hidden, weight, bias), gradients[0]), None, None, None
             found = _HeadGradients(ctx.needs_input_grad, hidden, weight, bias)
             head = _Head.of(weight, bias, ctx.dtype)
-            for rows in ranges_of(len(hidden), ctx.rows):
+            for rows in ctx.slices:
                 logits = head.logits_of(hidden[rows]).requires_grad_()
                 with torch.enable_grad():
                     losses = ctx.loss.of(logits, targets[rows])

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 _ALIGNED = 16  # rows: kernels that read several numbers at once find each row where they find it in the whole
 
 
-def rows_of(count: int, slices: int) -> int:
-    """Return how many rows a slice has, of at most so many slices of `count` rows: a multiple of 16."""
-    return max(1, -(-count // (slices * _ALIGNED))) * _ALIGNED
-
-
-def ranges_of(count: int, rows: int) -> Iterator[slice]:
-    """Yield the slices of `count` rows, `rows` at a time."""
-    for begin in range(0, count, rows):
-        yield slice(begin, min(count, begin + rows))
+def slices_of(count: int, most: int) -> list[slice]:
+    """Return slices of `count` rows, at most so many: each but the last of a multiple of 16 rows. There is at least one."""
+    rows = max(1, -(-count // (most * _ALIGNED))) * _ALIGNED
+    return [slice(begin, min(count, begin + rows)) for begin in range(0, max(count, 1), rows)]
 
 
 def without_autocast(tensor: Tensor) -> torch.autocast:
