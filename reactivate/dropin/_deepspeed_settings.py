@@ -48,11 +48,8 @@ class DeepSpeedOptions:
     def storage(self) -> Storage:
         """Return where the inputs of regions wait."""
         own: Storage = Host(least_bytes=0) if self.cpu_checkpointing else DEVICE
-        return (
-            Sharded(self.group, storage=own, least_bytes=0)
-            if self.partition_activations and self.group is not None
-            else own
-        )
+        is_sharded = self.partition_activations and self.group is not None
+        return Sharded(self.group, storage=own, least_bytes=0) if is_sharded else own
 
     def checked(self) -> DeepSpeedOptions:
         """Return these settings, if they mean something here.

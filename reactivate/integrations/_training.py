@@ -44,14 +44,11 @@ class Training:
             )
         self.asked_by = asked_by
         self._budget = None if budget is None else parse(budget).text
-        self._policy = self._understood(policy, plan)
+        if plan is not None:
+            policy = Plan.load(Path(plan))
+        self._policy = parse_policy(policy, f"{asked_by}(policy=...)") if isinstance(policy, str) else policy
         self._handle: Handle | None = None
         self._planning: PlanAtFirstCall | None = None
-
-    def _understood(self, policy: Policy | str | None, plan: str | os.PathLike[str] | None) -> Policy | None:
-        if plan is not None:
-            return Plan.load(Path(plan))
-        return parse_policy(policy, f"{self.asked_by}(policy=...)") if isinstance(policy, str) else policy
 
     def begin(self, model: Module, optimizer: Optimizer | None = None) -> None:
         """Apply the policy; with a budget, plan at the first call of the model.
