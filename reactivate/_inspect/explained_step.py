@@ -289,8 +289,8 @@ class ExplainedStep(Step):
     def _count_recomputed(self, region: Region, draft: Draft) -> None:
         draft.add("recomputed_bytes", 0)
         lines: dict[str | None, Draft] = {}
-        for number, found in enumerate(region.values):
-            size = 0 if found is None else self._ledger.enter(found[0])
+        for number, (tensor, _) in sorted(region.values.items()):
+            size = self._ledger.enter(tensor)
             if size:
                 site = saved_at(region, number)
                 source = self._places.line(site)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 Metadata = tuple[torch.Size, torch.dtype, torch.device, int]  # the last is the version
 metadata_of: Callable[[Tensor], Metadata] = attrgetter("shape", "dtype", "device", "_version")
 
+Values = dict[int, tuple[Tensor, int]]
+"""Recomputed tensors by their number, each with its version."""
+
 
 class RecomputationComplete(BaseException):
     """Ends the function when nothing that it could still compute is needed.
@@ -43,17 +46,15 @@ class Matching:
 
     Attributes:
         region: the region.
-        values: those of the region, which are filled: each with its version.
-        index: how many tensors were saved so far.
+        values: those of the region, which are filled.
+        index, end: how many tensors were saved so far, and how many will be; -1 when all that is needed is there.
         last: the number of the last one that is needed.
-        is_complete: whether that one is there.
         stops: whether the function is ended then.
         check: the checksums of this pass, where they are to be compared with those of the forward; otherwise None.
         refused: the error that was raised, as the function may swallow it.
     """
 
-    index = 0
-    is_complete = False
+    index = end = 0
     check: Check | None = None
     log: OpLog | None = None
     detach: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)
@@ -63,10 +64,10 @@ class Matching:
     def __init__(self, region: Region) -> None:
         self.region = region
         self.saved = saved = region.saved
-        count = len(saved)
-        self.values: list[Any] = [None] * count
+        self.values: Values = {}
         region.values = self.values
-        self.last, self.stops = count - 1, region.early_stop
+        self.end = len(saved)
+        self.last, self.stops = self.end - 1, region.early_stop
         if region.slots is not None:
             self.last = last_needed(region)
         if not region.is_in_forward:
@@ -93,23 +94,25 @@ class Matching:
         if is_function_mode_active():
             with without_function_modes():
                 return self.pack(tensor)
-        index, saved = self.index, self.saved
-        if self.is_complete or index >= len(saved):
+        index = self.index
+        if index >= self.end:
             return self._save_more(tensor)
-        metadata, has_graph = metadata_of(tensor), tensor.requires_grad
-        if metadata != saved[index][0]:
+        metadata = metadata_of(tensor)
+        if metadata != self.saved[index][0]:
             self._check(index, tensor)
-        # What waits for the backward must not hold the recomputation's graph.
-        value = self.detach(tensor) if has_graph and not tensor.is_leaf else tensor
-        version = metadata[3]
         if watches:
             refuse_stale(tensor)
+        has_graph = tensor.requires_grad
+        # What waits for the backward must not hold the recomputation's graph.
+        value = self.detach(tensor) if has_graph and not tensor.is_leaf else tensor
         if rewound_memory and (present := rewound_memory.get(memory_of(value))) is not None:
-            value, version = self._outlasting(value, present, saved[index][0][3])
-        self.values[index] = value, version
+            value, version = self._outlasting(value, present, self.saved[index][0][3])
+            self.values[index] = value, version
+        else:
+            self.values[index] = value, metadata[3]
         self.index = index + 1
         if index == self.last:
-            self.is_complete = True
+            self.end = -1
             if not self._may_be_filling(tensor):
                 self._stop_if_possible()
         elif not has_graph:
@@ -128,6 +131,11 @@ class Matching:
 
     leave_to_eager(pack.__code__)
     leave_to_eager(pack_checked.__code__)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all that is needed is there."""
+        return self.end < 0
 
     @property
     def users_hooks(self) -> tuple[Any, Any] | None:
@@ -177,7 +185,7 @@ class Matching:
                 self._derive(index, slot.derivation, arguments)
         self.index = call.stop
         if 0 <= self.last < call.stop:
-            self.is_complete = True
+            self.end = -1
             if not call.is_function:
                 self._stop_if_possible()
             elif self.stops and not call.is_nested:  # its own forward has not begun: it may be left out

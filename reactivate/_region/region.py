@@ -32,7 +32,7 @@ from reactivate._passes.stale import is_of_a_write, refuse_stale, watches
 from reactivate._region import errors_text, naming
 from reactivate._region.accounts import NotKept, counting_threads, note_shortage
 from reactivate._region.due import is_due, note_writer, owner_of
-from reactivate._region.matching import Metadata, metadata_of
+from reactivate._region.matching import Metadata, Values, metadata_of
 from reactivate._region.options import Options
 from reactivate._region.proof import WriteProof
 from reactivate._region.recompute import recompute
@@ -102,7 +102,7 @@ class Region:
         replaced: {id of a spec: the spec to take in its place}, of arguments that the forward wrote to.
         saved: what is known of each tensor that autograd saved, in order.
         slots: references to their slots, in calls that are compared or observed, and with a policy; None in others.
-        values: the recomputed tensors that were not handed out yet, each with its version; empty between backwards.
+        values: the recomputed tensors that were not handed out yet, by number; empty between backwards.
         read_again: the numbers of the tensors that are read several times in one backward: those of custom functions.
         check: checksums of the forward, if the next recomputation is to be compared with it.
         filled: what fills memory without contents, while it is found out what depends on that.
@@ -140,7 +140,7 @@ class Region:
     is_in_forward = True
     tokens: list[Any] = []  # noqa: RUF012
     slots: list[ref[Slot]] | None = None
-    values: list[tuple[Tensor, int] | None] = []  # noqa: RUF012
+    values: Values = {}  # noqa: RUF012
     replaced: Mapping[int, Any] = MappingProxyType({})
     saved_calls: Sequence[SavedCall] = ()
     seen_modules: Sequence[Any] = ()
@@ -400,42 +400,39 @@ class Region:
 
     def unpack(self, number: int) -> Tensor:
         """Autograd asks for a tensor that it saved, by its number: mostly it is there, and is handed out once."""
-        values = self.values
-        found: Any = values[number] if number < len(values) else None
+        if groups or self.read_again:
+            return self.unpack_slot(number)
+        found: Any = self.values.pop(number, None)
         if found is None:
             found = self._recomputed(number, number)
-            values = self.values
-        value: Tensor = found[0]
-        if values and value._version == found[1] and not (groups or number in self.read_again):
-            values[number] = None
-            return value
-        return self._handed_out(number, *found)
+            self.values.pop(number, None)
+        value: Tensor
+        value, version = found
+        if value._version != version:
+            raise self.options.exception(errors_text.written_after_saved(self, number))
+        return value
 
     def unpack_slot(self, handle: Any) -> Tensor:
         """Autograd asks for a tensor that it saved: by its slot, or by its number."""
         number = handle if type(handle) is int else handle.number
-        found = self.values[number] if number < len(self.values) else None
+        found = self.values.get(number) or self._recomputed(number, handle)
         if found is None:
-            found = self._recomputed(number, handle)
-            if found is None:
-                return self._load(handle)
-        return self._handed_out(number, *found)
-
-    def _handed_out(self, number: int, value: Tensor, version: int) -> Tensor:
+            return self._load(handle)
+        value, version = found
         if value._version != version:
             raise self.options.exception(errors_text.written_after_saved(self, number))
         # Where no frame tells that a custom function saves, its node tells that it reads.
         is_read_again = number in self.read_again or (_NO_FRAME_TELLS and is_function_running())
-        if self.values and not (is_read_again or (groups and is_read_by_another())):
-            self.values[number] = None
+        if not (is_read_again or (groups and is_read_by_another())):
+            self.values.pop(number, None)
         return value
 
     def _recomputed(self, number: int, handle: Any) -> tuple[Tensor, int] | None:
         """Return a tensor after a recomputation, None if a saved call keeps it."""
         with self.lock:  # autograd has a thread for each device; the one that comes second finds its value
             while True:
-                values = self.values  # of a recomputation during the forward: only what was saved by then
-                if number < len(values) and (found := values[number]) is not None:
+                found = self.values.get(number)  # of a recomputation during the forward: only what was saved by then
+                if found is not None:
                     break
                 # For the first time, or again, if another backward has taken it.
                 if self.is_in_forward:
@@ -460,8 +457,7 @@ class Region:
     def recompute_behind(self, gradient: Tensor) -> Tensor | None:
         """A backward has come to an exit: what it will read of the region is computed from here on, not before."""
         with self.lock:
-            is_filled = any(found is not None for found in self.values)  # from another exit, or for another backward
-            if is_filled or not any(map(self.is_recomputed, range(len(self.saved)))):
+            if self.values or not any(map(self.is_recomputed, range(len(self.saved)))):
                 return gradient
             fenced = recompute(self, gradient)
             self._limit_lifetime()
@@ -481,7 +477,7 @@ class Region:
 
     def forget(self) -> None:
         """Let go of recomputed tensors that were not asked for."""
-        self.values = []
+        self.values = {}
 
 
 def _call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -135,10 +135,9 @@ class Recomputed(Watched):
 
     def recomputation_done(self, record: Any) -> None:
         super().recomputation_done(record)
-        for found in record.values:
-            if found is not None:
-                storage = found[0].untyped_storage()
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        for tensor, _ in record.values.values():
+            storage = tensor.untyped_storage()
+            self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def alive_bytes(self) -> int:
         """Return what is still there of it."""
