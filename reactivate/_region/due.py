@@ -84,9 +84,12 @@ def owner_of(fn: Any) -> Any:
 
 def _calls_of(call: Any) -> Calls:
     fn, roots = call.fn, call.roots
-    if not roots and type(fn) is FunctionType:
-        owner: Any = fn.__code__
-        code: Any = owner
+    owner: Any
+    code: Any
+    if isinstance(fn, Module):
+        owner, code = fn, type(fn)
+    elif not roots and type(fn) is FunctionType:
+        owner = code = fn.__code__
     else:
         owner, code = _owner_and_code(fn)
         if len(roots) == 1:
