@@ -62,14 +62,18 @@ def torch_stream() -> RandomStream:
     start = generator._cdata
     address, size = start + memory.whole[0], memory.whole[1]
     views = [_view(start + place, count) for place, count in (*memory.seen, memory.spare)]
-    is_float, is_double, spare = (view.cast("B") for view in views[-3:])
+    spare = views.pop()
+    (single, _), (double, _) = memory.seen[-2:]
+    are_there = _view(start + single, double - single + 1).cast("B")[
+        :: double - single
+    ]  # one byte for each spare number
     return RandomStream(
         "torch's CPU generator",
         functools.partial(ctypes.string_at, address, size),
         lambda state: ctypes.memmove(address, state, size),
-        memory=views[:-1],
+        memory=views,
         # Each time torch uses a spare number up, or sets a state without one, it leaves other bytes in its place.
-        ask=lambda: spare.tobytes() if any(is_float) or any(is_double) else None,
+        ask=lambda: any(are_there) and spare.tobytes(),
         for_reports=_torch_state_bytes,  # in memory there are padding and a spare number that is used up
     )
 
