@@ -38,7 +38,8 @@ def memory_of(tensor: Tensor) -> int | None:
 
 _EMPTY = frozenset({UninitializedParameter, UninitializedBuffer})
 _PLAIN = frozenset({Tensor, Parameter})
-_moved = WeakIdentitySet()  # parameters that some forward gave other memory
+moved = WeakIdentitySet()
+"""Parameters that some forward gave other memory (`parameter.data = other`)."""
 
 
 class Geometry(NamedTuple):
@@ -80,32 +81,16 @@ def has_geometry(tensor: Tensor) -> bool:
     Parameters are left to sharding libraries, which move them as they need them, but for those that a forward has moved.
     """
     return (
-        (type(tensor) is Tensor or is_moved(tensor))
+        (type(tensor) is Tensor or moved.has(tensor))
         and tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.is_cuda)
         and not tensor.is_nested
     )
 
 
-def note_moved(tensor: Tensor) -> None:
-    """Note that a forward gave a parameter other memory (`parameter.data = other`)."""
-    _moved.add(tensor)
-
-
-def is_moved(tensor: Tensor) -> bool:
-    """Return whether a forward gave the parameter other memory."""
-    return _moved.has(tensor)
-
-
-def moved_among(tensors: Sequence[Tensor], addresses: Sequence[int]) -> list[int]:
-    """Return the numbers of the parameters that a forward has moved, and that were elsewhere at these addresses."""
-    if not _moved:
-        return []
-    return [
-        index
-        for index, (tensor, address) in enumerate(zip(tensors, addresses))
-        if address and is_moved(tensor) and _address_of(tensor) not in (0, address)
-    ]
+def is_moved(tensor: Tensor, address: int) -> bool:
+    """Return whether some forward has moved a parameter, and it is elsewhere than at this address by now."""
+    return bool(address) and moved.has(tensor) and _address_of(tensor) not in (0, address)
 
 
 def kept_elsewhere(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Sequence[tuple[Tensor, Tensor]]:
@@ -113,12 +98,9 @@ def kept_elsewhere(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Seque
 
     So do those that a sharding library has gathered since.
     """
-    now = addresses_of(tensors)
-    if now == addresses:
-        return ()
     return [
         (tensor, tensor.detach())
-        for tensor, before, address in zip(tensors, addresses, now)
+        for tensor, before, address in zip(tensors, addresses, addresses_of(tensors))
         if address and address != before
     ]
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, filterfalse, repeat
 from operator import attrgetter, is_, itemgetter
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
 from reactivate._snapshot.caches import WeakIdentitySet
-from reactivate._snapshot.geometry import addresses_of, memory_of, moved_among, note_moved
+from reactivate._snapshot.geometry import addresses_of, is_moved, memory_of, moved
 from reactivate._snapshot.held import ATOMS, are_items, held_all
 from reactivate._snapshot.holders import Contents, Holder, put_dict
 from reactivate._snapshot.inputs import Constant
@@ -35,6 +36,7 @@ GRADIENT = "a gradient"
 
 _GRADIENT, _REQUIRES_GRAD, _IS_LEAF = map(attrgetter, ("grad", "requires_grad", "is_leaf"))
 _HOOK_FLAGS = itemgetter("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+_NO_COPIES: Mapping[int, Tensor] = MappingProxyType({})
 _accumulated = WeakIdentitySet()  # leaves that some forward accumulated a gradient of
 
 
@@ -61,6 +63,7 @@ class Moment:
             all were empty.
         tensor_hooks: on the arguments, and behind these on the parameters.
         protocols: (a module with a state protocol, its state).
+        leaves: those whose gradients the forward may change, as long as it runs.
         accumulated: (leaf, a copy of its gradient before the forward) where the forward itself changed the gradient.
         unknown: those gradients of which there is no copy, with their versions.
     """
@@ -82,9 +85,10 @@ class Moment:
     hooks: Sequence[Any] = ()
     hook_copies: list[Contents] | None = None
     tensor_hooks: Hooks = ()
+    leaves: Sequence[Tensor] = ()
     accumulated: Sequence[tuple[Tensor, Tensor | None]] = ()
     unknown: Sequence[tuple[Tensor, int]] = ()
-    _leaves: Sequence[Tensor] = ()
+    _gradient_copies: Mapping[int, Tensor] = _NO_COPIES
     _steps = 0
     _has_state = False  # anything but hooks, and gradients while the forward runs
 
@@ -108,25 +112,28 @@ class Moment:
         if arguments or self.parameters:
             self.tensor_hooks = hooks_on([*arguments, *self.parameters])
         if leaves:
-            self._leaves = leaves
+            self.leaves = leaves
             self._gradients: Sequence[Tensor | None] = list(map(_GRADIENT, leaves))
             self._gradient_versions = _versions_of(self._gradients)
-            self._gradient_copies = self._copied_gradients() if _accumulated else {}
+            if _accumulated:
+                self._gradient_copies = self._copied_gradients()
 
     def _note_tensors(
         self, tensors: Sequence[Tensor], tree: Tree | None, may_write_unseen: Callable[[], bool]
     ) -> list[Tensor]:
         """Note modules and all tensors that are state, and return the parameters."""
         self._has_state = True
-        state: list[Tensor] = [*tensors]
-        parameters: list[Tensor] = []
-        self.hooks = [*self.hooks, *map(vars, tensors)]
         kept = None
+        parameters: list[Tensor] = []
+        buffers: Sequence[Tensor] = ()
+        if tensors:
+            self.hooks = [*self.hooks, *map(vars, tensors)]
         if tree is not None:
             kept = tree.kept
-            self._note_tree(tree, parameters, state)
+            parameters, buffers = self._note_tree(tree)
+        state = [*tensors, *buffers]
         if any(self.hooks):
-            state += self._look_at_hooks([*parameters, *state[len(tensors) :]], parameters)
+            state += self._look_at_hooks([*parameters, *buffers], parameters)
         if state and (any(map(_REQUIRES_GRAD, state)) or not UNINITIALIZED.isdisjoint(map(type, state))):
             parameters, state = self._sort_out(parameters, state)
         if parameters:
@@ -138,27 +145,24 @@ class Moment:
                 kept.small_layout = self.states.layout
         return parameters
 
-    def _note_tree(self, tree: Tree, parameters: list[Tensor], state: list[Tensor]) -> None:
-        """Note what modules are made of, and add their parameters and the tensors that are state to the lists."""
-        self.modules = tree.modules
-        self.kinds = list(map(type, tree.modules))
-        self.parts = parts = tree.parts
+    def _note_tree(self, tree: Tree) -> tuple[list[Tensor], list[Tensor]]:
+        """Note what modules are made of, and return their parameters and the tensors that are state."""
+        self.modules, self.kinds, parts = tree.modules, tree.kinds, tree.parts
+        self.parts = parts
         if tree.stateful:
             self.protocols = [(module, module.recompute_state()) for module in tree.stateful]
         if tree.holders:
             self.look, self._looked_at = tree.look, range(len(self.holders), len(self.holders) + len(tree.holders))
             self.holders = [*self.holders, *tree.holders]
             self.contents = [*self.contents, *tree.contents]
-        parameters += parts.layout.parameters(parts.entries)
-        buffers = [*parts.layout.buffers(parts.entries)]
+        parameters = [*parts.layout.parameters(parts.entries)]
+        buffers = [*parts.layout.buffers(parts.entries), *tree.tensors]
         for module in tree.scripted:
             parameters += module.parameters(recurse=False)
             buffers += module.buffers(recurse=False)
-        buffers += tree.tensors
-        state += buffers
-        self.hooks = [*self.hooks, *GLOBAL_HOOKS, *parts.hooks]
         ours = filterfalse(is_in_flat_parameter, parameters) if tree.has_wrappers else parameters
-        self.hooks += [*map(vars, ours), *map(vars, buffers)]
+        self.hooks = [*self.hooks, *GLOBAL_HOOKS, *parts.hooks, *map(vars, ours), *map(vars, buffers)]
+        return parameters, buffers
 
     def _note_parameters(self, parameters: list[Tensor]) -> list[Tensor]:
         """Note versions, addresses and flags of parameters, and return those that are state: a forward wrote to them."""
@@ -209,20 +213,23 @@ class Moment:
     def _copied_gradients(self) -> dict[int, Tensor]:
         return {
             id(leaf): copy_unseen(gradient)
-            for leaf, gradient in zip(self._leaves, self._gradients)
+            for leaf, gradient in zip(self.leaves, self._gradients)
             if gradient is not None and _accumulated.has(leaf)
         }
 
     def look_at_gradients(self) -> None:
         """Find the gradients that moved, as long as the forward runs: a backward inside may need a recomputation."""
-        now = list(map(_GRADIENT, self._leaves))
+        now = list(map(_GRADIENT, self.leaves))
+        are_same = all(map(is_, now, self._gradients))
+        if are_same and not self._gradient_versions:  # there are none
+            return
         versions = _versions_of(now)
-        if all(map(is_, now, self._gradients)) and versions == self._gradient_versions:
+        if are_same and versions == self._gradient_versions:
             return
         accumulated: list[tuple[Tensor, Tensor | None]] = []
         unknown: list[tuple[Tensor, int]] = []
         nones = [None] * len(now)
-        rows = zip(self._leaves, now, self._gradients, versions or nones, self._gradient_versions or nones)
+        rows = zip(self.leaves, now, self._gradients, versions or nones, self._gradient_versions or nones)
         for leaf, gradient, before, version, version_before in rows:
             if gradient is not before or version != version_before:
                 _accumulated.add(leaf)
@@ -233,7 +240,7 @@ class Moment:
 
     def is_bare(self) -> bool:
         """Return whether there is nothing to set back now: a function of its arguments alone."""
-        return not (self._has_state or self._leaves or any(self.hooks))
+        return not (self._has_state or self.leaves or any(self.hooks))
 
     # -- what has a gradient since ------------------------------------------------------------------------------------
 
@@ -262,11 +269,6 @@ class Moment:
             self.differentiable = [*self.differentiable, *(False for _ in leaves)]
             self.addresses = addresses_of(self.parameters)
 
-    @property
-    def is_open(self) -> bool:
-        """Return whether the forward runs still, and may change gradients."""
-        return bool(self._leaves)
-
     # -- the end of the forward, and what was written since ---------------------------------------------------------
 
     def finish(self) -> list[Unrestored]:
@@ -275,10 +277,11 @@ class Moment:
         if parameters and (addresses := addresses_of(parameters)) != self.addresses:
             for parameter, before, now in zip(parameters, self.addresses, addresses):
                 if before and now and before != now:  # 0: sharded, or taken apart
-                    note_moved(parameter)
+                    moved.add(parameter)
         found = self.unrestored()
-        if self._leaves:
-            self._leaves, self._gradients, self._gradient_copies = (), (), {}
+        if self.leaves:
+            self.leaves = self._gradients = ()
+            self._gradient_copies = _NO_COPIES
         return found
 
     def unrestored(self) -> list[Unrestored]:
@@ -286,20 +289,24 @@ class Moment:
         found: list[Unrestored] = []
         if self.parameters:
             is_stepped = fused_steps[0] != self._steps
-            moved = moved_among(self.parameters, self.addresses)
             if is_stepped or moved or list(map(version_of, self.parameters)) != self.versions:
-                found = self._moved_parameters(moved, is_stepped)
-        if self._leaves:
+                found = self._moved_parameters(is_stepped)
+        if self.leaves:
             self.look_at_gradients()
         if self.unknown:
             found += [Unrestored(gradient, GRADIENT, version) for gradient, version in self.unknown]
         return found
 
-    def _moved_parameters(self, moved: list[int], is_stepped: bool) -> list[Unrestored]:
+    def _moved_parameters(self, is_stepped: bool) -> list[Unrestored]:
+        rows = zip(self.parameters, self.versions, self.addresses)
         return [
             Unrestored(item, self.name_of(item), version)
-            for index, (item, version) in enumerate(zip(self.parameters, self.versions))
-            if (item._version != version or index in moved or (is_stepped and is_stepped_since(item, self._steps)))
+            for item, version, address in rows
+            if (
+                item._version != version
+                or is_moved(item, address)
+                or (is_stepped and is_stepped_since(item, self._steps))
+            )
             and not self.states.covers(item)
         ]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from reactivate._snapshot.geometry import give_memory_back, kept_elsewhere
+from reactivate._snapshot.geometry import addresses_of, give_memory_back, kept_elsewhere
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.rewound_tensors import RewoundTensors
@@ -74,7 +74,8 @@ class RewoundMoment:
             self._protocols = [module.recompute_state() for module, _ in moment.protocols]
         if moment.parameters:
             self._differentiable = list(map(_REQUIRES_GRAD, moment.parameters))
-            self._elsewhere = run_unseen(kept_elsewhere, moment.parameters, moment.addresses)
+            if addresses_of(moment.parameters) != moment.addresses:
+                self._elsewhere = run_unseen(kept_elsewhere, moment.parameters, moment.addresses)
         STATE_LOCK.take_turn_if(self._differs)
         try:
             self._rewind()
@@ -85,20 +86,18 @@ class RewoundMoment:
     def _differs(self) -> Scope:
         """Return what is to be set back that other threads could see, and note what is there now."""
         moment = self._moment
-        self._others = moment.others()
+        parts = moment.parts
         self._are_hooks_other = not moment.are_hooks_current(moment.hook_copies)
         is_shared = self._are_hooks_other or self._are_tensor_hooks_other
-        is_shared |= any(moment.holders[index].is_shared for index in self._others)
-        if moment.parts is not None:
-            is_shared |= self._do_modules_differ(moment.parts)
+        if moment.holders:
+            self._others = moment.others()
+            is_shared |= any(moment.holders[index].is_shared for index in self._others)
+        if parts is not None:
+            self._kinds = list(map(type, moment.modules))
+            self._parts = parts if parts.are_current() else Parts(parts.namespaces)
+            is_shared |= self._parts is not parts or self._kinds != moment.kinds or bool(moment.protocols)
         are_tensors_other = self._tensors is not None and self._tensors.differs()
         return Scope.EVERYTHING if is_shared else Scope.TENSORS if are_tensors_other else Scope.NOTHING
-
-    def _do_modules_differ(self, parts: Parts) -> bool:
-        moment = self._moment
-        self._kinds = list(map(type, moment.modules))
-        self._parts = parts if parts.are_current() else Parts(parts.namespaces)
-        return self._parts is not parts or self._kinds != moment.kinds or bool(moment.protocols)
 
     def _rewind(self) -> None:
         moment = self._moment
@@ -119,7 +118,7 @@ class RewoundMoment:
             tensors, self._tensors = self._tensors, None
             tensors.__enter__()
             self._tensors = tensors
-        if moment.is_open:
+        if moment.leaves:
             moment.look_at_gradients()
         if moment.accumulated:
             self._gradients = [(leaf, leaf.grad) for leaf, _ in moment.accumulated]

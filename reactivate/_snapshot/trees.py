@@ -46,7 +46,7 @@ class Tree:
     """Some modules, and the objects that they lead to, as a walk has found them.
 
     Attributes:
-        modules: every module, outermost first.
+        modules, kinds: every module, outermost first, and their classes.
         parts: what they are made of now.
         holders: the objects whose contents count; see `record`.
         look: a quick look at these objects, if they were there before.
@@ -58,23 +58,26 @@ class Tree:
         kept: the structure that is kept, if it is: regions to come find in `small_layout` which tensors were small.
     """
 
+    holders: Sequence[Holder] = ()
+    contents: Sequence[Contents] = ()
+    look: QuickLook | None = None
+    tensors: Sequence[Tensor] = ()
     # What a tree that was kept does not have:
     scripted: Sequence[Module] = ()
     stateful: Sequence[Any] = ()
-    tensors: Sequence[Tensor] = ()
-    look: QuickLook | None = None
     generators: tuple[Any, ...] = ()
     scripts: tuple[Any, ...] = ()
     is_lazy = has_wrappers = False
 
     def __init__(self, walk: ModuleWalk) -> None:
         self.modules: Sequence[Module] = walk.modules
+        self.kinds = list(map(type, walk.modules))
         self.scripted = [module for module in walk.modules if isinstance(module, ScriptModule)]
         own = [item for item in walk.modules if item not in self.scripted] if self.scripted else walk.modules
         self.parts = Parts([module.__dict__ for module in own])
         self.stateful = [module for module in own if hasattr(type(module), "recompute_state")]
-        self.holders: Sequence[Holder] = walk.holders
-        self.contents: Sequence[Contents] = [holder.record() for holder in walk.holders]
+        self.holders = walk.holders
+        self.contents = [holder.record() for holder in walk.holders]
         self.tensors = walk.tensors
         self.generators, self.scripts, self.is_lazy = walk.generators, walk.scripts, walk.is_lazy
         self.has_wrappers = walk.has_wrappers
@@ -112,7 +115,7 @@ class KeptTree:
     def __init__(self, tree: Tree, known: dict[int, Any], forget: Any) -> None:
         parts = tree.parts
         self._modules = [ref(module, forget) for module in tree.modules]
-        self._kinds = list(map(type, tree.modules))
+        self._kinds = tree.kinds
         self._layout, self._holders, self._contents = parts.layout, tree.holders, tree.contents
         self._look: QuickLook | None = None
         self.targets = _ids_of(tree.holders)
@@ -141,8 +144,9 @@ class KeptTree:
         if are_hooked(parts) or (self._holders and not self._are_contents_alike()):
             return None
         tree = Tree.__new__(Tree)
-        tree.modules, tree.parts, tree.holders, tree.contents = modules, parts, self._holders, self._contents
-        tree.look = self._look
+        tree.modules, tree.kinds, tree.parts = modules, self._kinds, parts
+        if self._holders:
+            tree.holders, tree.contents, tree.look = self._holders, self._contents, self._look
         if self._attributes is None:
             tree.tensors = [item for item in parts.attributes if isinstance(item, Tensor) and not has_graph(item)]
             parts.hold()
