@@ -17,7 +17,7 @@ from reactivate._snapshot.holders import AttributesHolder, CellHolder, Contents,
 from reactivate._snapshot.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
 from reactivate._snapshot.iterators import holds_iterator, is_iterator
 from reactivate._snapshot.shadows import is_state
-from reactivate._snapshot.trees import Tree, is_large, is_unseen_writer, tree_under
+from reactivate._snapshot.trees import Tree, large_roots, tree_under, unseen_writers
 from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk
 from reactivate._torch.autograd import has_graph, innermost_pack_hook, is_of_checkpointing, save_tensor
 
@@ -146,12 +146,14 @@ class Call(Walk):
             self.holders.append(AttributesHolder(tensors))
             self.look_at_attributes(tensors)
         if self.roots:
-            self.is_large = for_region and not self.has_compiled and any(map(is_large, self.roots))
+            if for_region and large_roots and not self.has_compiled:
+                self.is_large = any(map(large_roots.has, self.roots))
             if not self.is_large:
                 tree = self.tree = tree_under(self.roots)
-                self.generators += tree.generators
-                self.scripts += tree.scripts
-                self.is_lazy = tree.is_lazy
+                if tree.kept is None:
+                    self.generators += tree.generators
+                    self.scripts += tree.scripts
+                    self.is_lazy = tree.is_lazy
         if containers is not None and containers.holders:
             modules = () if self.tree is None else self.tree.targets
             containers.settle(self.context, modules, is_large=self.is_large)
@@ -184,7 +186,7 @@ class Call(Walk):
         if self._may_write is None:
             if self.tree is not None:
                 self.code.trees += (self.tree.names(),)
-            is_writer = self.is_large and any(map(is_unseen_writer, self.roots))
+            is_writer = self.is_large and any(map(unseen_writers.has, self.roots))
             self._may_write = is_writer or self.code.may_write_unseen()
         return self._may_write
 

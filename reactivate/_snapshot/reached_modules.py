@@ -13,7 +13,7 @@ from reactivate._snapshot.generators import rewound_generator, state_of_generato
 from reactivate._snapshot.module_access import close_reaching, open_reaching, tree_of
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.rewound_moment import RewoundMoment
-from reactivate._snapshot.trees import LARGE_TREE, Tree, is_large, tree_at, tree_under
+from reactivate._snapshot.trees import LARGE_TREE, Tree, large_roots, tree_at, tree_under
 from reactivate._torch.dynamo import compiled_call_of, is_wrapped_by_compiler
 from reactivate._types import Unrestored
 
@@ -59,7 +59,7 @@ class ReachedModules:
 
         Not if a part was reached before: what it held at that time counts.
         """
-        if is_large(module) or not module._modules:
+        if large_roots.has(module) or not module._modules:
             return False
         tree = tree_under((module,))
         inside = dict(zip(map(id, tree.modules), tree.modules))

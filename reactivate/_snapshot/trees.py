@@ -55,7 +55,8 @@ class Tree:
         names: what code that the modules lead to names.
         scripted: those of the modules that TorchScript has compiled; they live in C++.
         stateful: those with a state protocol.
-        kept: the structure that is kept, if it is: regions to come find in `small_layout` which tensors were small.
+        kept: the structure that is kept, if it is, of a tree of which there is no more to say (see `has_more`): regions to
+            come find in `small_layout` which tensors were small.
     """
 
     holders: Sequence[Holder] = ()
@@ -265,18 +266,10 @@ class Trees:
 whole_trees = Trees()
 single_modules = Trees()
 """Modules without what is inside of them: those of large trees (see `reaching`)."""
-_large_roots = WeakIdentitySet()
-_writers = WeakIdentitySet()  # those of them with code that may write to tensors without a new version
-
-
-def is_large(root: Module) -> bool:
-    """Return whether a walk has found more than `LARGE_TREE` modules under `root`."""
-    return _large_roots.has(root)
-
-
-def is_unseen_writer(root: Module) -> bool:
-    """Return whether a walk over a large tree has found code that may write to tensors without a new version."""
-    return _writers.has(root)
+large_roots = WeakIdentitySet()
+"""Modules under which a walk has found more than `LARGE_TREE` modules."""
+unseen_writers = WeakIdentitySet()
+"""Those of them with code that may write to tensors without a new version."""
 
 
 def tree_under(roots: Sequence[Module]) -> Tree:
@@ -292,9 +285,9 @@ def tree_under(roots: Sequence[Module]) -> Tree:
     if len(tree.modules) > LARGE_TREE and not (walk.scripts or walk.is_lazy or fences()):
         for root in walk.roots:
             if root._modules:
-                _large_roots.add(root)
+                large_roots.add(root)
                 if walk.code.may_write_unseen():
-                    _writers.add(root)
+                    unseen_writers.add(root)
     return tree
 
 

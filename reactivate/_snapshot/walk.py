@@ -100,7 +100,7 @@ class Walk:
         self.tensors: list[Tensor] = []
         self.code = ReachedCode()
         self.seen: dict[Any, Any] = {}
-        self._objects = [0] * (DEPTH_OF_ARGUMENTS + 1)  # at each depth
+        self._objects: dict[int, int] = {}  # how many at each depth
 
     def look(self, value: Any, place: str, depth: int) -> None:
         """Note what `value` holds, and look at its parts."""
@@ -276,10 +276,10 @@ class Walk:
             self._leave_out(value, place, "too large" if hasattr(value, "nbytes") else "not made of Python attributes")
         elif depth <= 0 and not is_data:
             self._leave_out(value, place, "too deep")
-        elif self._objects[depth] >= _MOST_OBJECTS:
+        elif self._objects.get(depth, 0) >= _MOST_OBJECTS:
             self._leave_out(value, place, "one of too many")
         else:
-            self._objects[depth] += 1
+            self._objects[depth] = self._objects.get(depth, 0) + 1
             self._attributes(value, place, depth if is_data else depth - 1)
             self._class(kind)
 
