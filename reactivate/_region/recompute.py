@@ -179,13 +179,14 @@ def _enter_state_of_forward(region: Region, memo: Memo, entered: list[Any]) -> N
     entered.append(STATE_LOCK.join(region.moment.memory if is_all_known else _unknown))
     unrestored = region.unrestored()
     stale = _stale(region, unrestored) if unrestored else None
-    options, late = region.options, []
+    innermost: Any = region.options.innermost
+    late: tuple[Any, ...] = ()
     snapshots = region.take_snapshots() if region.is_in_forward else region.snapshots
-    for rewind, snapshot in zip(options.recomputations, snapshots):
+    for rewind, snapshot in zip(region.options.recomputations, snapshots):
         context = None if snapshot is None else rewind(snapshot)
         if context is not None:
-            if options.innermost and rewind in options.innermost:
-                late.append(context)
+            if innermost and rewind in innermost:
+                late = (*late, context)
             else:
                 context.__enter__()
                 entered.append(context)
@@ -194,8 +195,10 @@ def _enter_state_of_forward(region: Region, memo: Memo, entered: list[Any]) -> N
     given = list(map(memo.get, map(id, region.specs)))
     if region.inputs:
         given += map(original_of, map(_TENSOR, region.inputs))
-    others = (*region.args, *region.kwargs.values())  # what is a spec is no tensor
-    _enter(RewoundMoment(region.moment, given, others), entered)
+    others = (*region.args, *region.kwargs.values()) if region.kwargs else region.args  # what is a spec is no tensor
+    rewound = RewoundMoment(region.moment, given, others)
+    rewound.__enter__()
+    entered.append(rewound)
     for context in late:
         _enter(context, entered)
     if region.proof is not None:

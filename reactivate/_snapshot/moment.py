@@ -65,6 +65,7 @@ class Moment:
         protocols: (a module with a state protocol, its state).
         leaves: those whose gradients the forward may change, as long as it runs.
         accumulated: (leaf, a copy of its gradient before the forward) where the forward itself changed the gradient.
+        has_state: whether there is anything but hooks, and gradients while the forward runs.
         unknown: those gradients of which there is no copy, with their versions.
     """
 
@@ -90,7 +91,7 @@ class Moment:
     unknown: Sequence[tuple[Tensor, int]] = ()
     _gradient_copies: Mapping[int, Tensor] = _NO_COPIES
     _steps = 0
-    _has_state = False  # anything but hooks, and gradients while the forward runs
+    has_state = False
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Moment:
         may_write_unseen: Callable[[], bool] = bool,
     ) -> None:
         if holders:
-            self._has_state = True
+            self.has_state = True
             self.holders, self.contents = holders, [holder.record() for holder in holders]
         leaves = list(filter(_IS_LEAF, arguments))
         self.hooks = list(map(vars, arguments))
@@ -122,7 +123,7 @@ class Moment:
         self, tensors: Sequence[Tensor], tree: Tree | None, may_write_unseen: Callable[[], bool]
     ) -> list[Tensor]:
         """Note modules and all tensors that are state, and return the parameters."""
-        self._has_state = True
+        self.has_state = True
         kept = None
         parameters: list[Tensor] = []
         buffers: Sequence[Tensor] = ()
@@ -182,7 +183,7 @@ class Moment:
         """Copy the dicts of hooks and attributes, and return tensors of modules that these lead to."""
         if self.parts is not None:
             self.hooks = [*self.hooks, *GLOBAL_FLAGS, *chain.from_iterable(map(_HOOK_FLAGS, self.parts.namespaces))]
-        self._has_state = True
+        self.has_state = True
         self.hook_copies = [(*item, *held_all(tuple(item.values()))) for item in self.hooks]
         filled = [tensor for tensor in tensors if any(type(item) not in ATOMS for item in vars(tensor).values())]
         if not filled:
@@ -236,11 +237,7 @@ class Moment:
                 accumulated.append((leaf, self._gradient_copies.get(id(leaf))))
                 if before is not None and version_before is not None and id(leaf) not in self._gradient_copies:
                     unknown.append((before, version_before))
-        self.accumulated, self.unknown, self._has_state = accumulated, unknown, True
-
-    def is_bare(self) -> bool:
-        """Return whether there is nothing to set back now: a function of its arguments alone."""
-        return not (self._has_state or self.leaves or any(self.hooks))
+        self.accumulated, self.unknown, self.has_state = accumulated, unknown, True
 
     # -- what has a gradient since ------------------------------------------------------------------------------------
 
@@ -313,7 +310,7 @@ class Moment:
     def note_writes(self, tensors: Iterable[tuple[Tensor, int]]) -> None:
         """Take down what the forward wrote to without a copy being there: see `TensorStates.note_writes`."""
         if self.states is NO_TENSORS:
-            self.states, self._has_state = TensorStates(()), True
+            self.states, self.has_state = TensorStates(()), True
         self.states.note_writes(tensors)
 
     def are_hooks_current(self, copies: Sequence[Contents] | None) -> bool:

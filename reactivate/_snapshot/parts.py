@@ -157,27 +157,13 @@ class Parts:
         entries: all parameters, buffers and children.
     """
 
-    __slots__ = (
-        *(
-            "_empty",
-            "_filled",
-            "_full",
-            "_goes_on",
-            "attributes",
-            "entries",
-            "hooks",
-            "layout",
-            "namespaces",
-            "versions",
-        ),
-    )
     attributes: Sequence[Any]
     entries: list[Any]
+    _goes_on = False  # whether no version tells whether they are as they were
 
     def __init__(self, namespaces: Sequence[Namespace], layout: Layout | None = None) -> None:
         self.namespaces = namespaces
         self.layout = Layout(namespaces) if layout is None else layout
-        self._goes_on = False
         self._look_at_dicts()
         if layout is not None:
             self.entries = list(chain.from_iterable(map(dict.values, self._full)))
@@ -203,7 +189,8 @@ class Parts:
     def hold(self) -> None:
         """Hold the attributes as a moment does: strongly held, graphs would chain the steps of a training run."""
         self.attributes = held_all(self.attributes)
-        self._goes_on = Position in map(type, self.attributes)
+        if Position in map(type, self.attributes):
+            self._goes_on = True
 
     def with_others(self, others: Mapping[int, Any]) -> Parts:
         """Return these parts with other items in the place of some: {id: the other}; no version tells whether they are."""

@@ -34,6 +34,7 @@ class RewoundMoment:
     What the recomputation hooks on tensors among these is taken away again, and gradients that it clears are put back.
     """
 
+    _is_bare = True  # there is nothing to set back now: a function of its arguments alone
     _tensors: RewoundTensors | None = None
     _parts: Parts | None = None
     _kinds: Sequence[type] = ()
@@ -67,9 +68,9 @@ class RewoundMoment:
             self._graded = list(map(_GRADIENT, self._leaves))
         if self._tensor_hooks or self._wanted_hooks:
             self._are_tensor_hooks_other = not are_same_hooks(self._tensor_hooks, self._wanted_hooks)
-        self._is_bare = moment.is_bare() and not self._are_tensor_hooks_other
-        if self._is_bare:
+        if not (moment.has_state or moment.leaves or self._are_tensor_hooks_other or any(moment.hooks)):
             return
+        self._is_bare = False
         if moment.protocols:
             self._protocols = [module.recompute_state() for module, _ in moment.protocols]
         if moment.parameters:
