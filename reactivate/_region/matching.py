@@ -68,16 +68,17 @@ class Matching:
         region.values = self.values
         self.end = len(saved)
         self.last, self.stops = self.end - 1, region.early_stop
+        if not region.is_ordinary:
+            self._look_at_more()
+        if not (region.early_stop or region.is_in_forward):
+            self.last = -1
+
+    def _look_at_more(self) -> None:
+        region = self.region
         if region.slots is not None:
             self.last = last_needed(region)
-        if not region.is_in_forward:
-            if not region.early_stop:
-                self.last = -1
-            if not region.is_ordinary:
-                self._look_at_proofs()
-
-    def _look_at_proofs(self) -> None:
-        region = self.region
+        if region.is_in_forward:
+            return
         if region.check is not None:
             self.check = Check()
         if region.proof is not None and not region.proof.is_settled:

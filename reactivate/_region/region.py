@@ -197,9 +197,10 @@ class Region:
             self._close_guards(error)
             raise
         is_compared = is_due(call, options.check, options.choice)
-        if is_compared or observers or not options.are_ordinary or fences():
+        pack: Any = self.pack
+        if is_compared or observers or not options.are_ordinary or fences() or not self.is_ordinary:
             self.is_ordinary = False
-        pack: Any = self.pack if self.is_ordinary else self._choose_pack(call, is_compared)
+            pack = self._choose_pack(call, is_compared)
         if asks_for_users_hooks:
             pack = beside_users_hooks(pack)
         push_saved_tensor_hooks(pack, self.unpack if self.slots is None and not _NO_FRAME_TELLS else self.unpack_slot)

@@ -82,8 +82,9 @@ class RewoundRng:
 
     def __exit__(self, *error: object) -> None:
         try:
-            for other in reversed(self._rewound):
-                other.__exit__(*error)
+            if self._rewound:
+                for other in reversed(self._rewound):
+                    other.__exit__(*error)
         finally:
             seen = (*map(join, STREAMS.memory), *map(ask, STREAMS.asks))
             if seen != self._present.seen:
