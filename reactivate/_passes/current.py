@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 
 from reactivate._snapshot.region_calls import RegionCall, handed_out
@@ -10,6 +11,10 @@ Running = tuple[RegionCall, int, bool]
 """A region that is running, how many regions have begun inside of it by now, and whether it runs in a recomputation."""
 
 _here: ContextVar[Running | None] = ContextVar("reactivate.current_region", default=None)
+running_now: Callable[[], Running | None] = _here.get
+"""Return the region that is running, and how many regions have begun inside of it by now."""
+leave_region: Callable[[Running | None], object] = _here.set
+"""The forward is over: the region around it runs."""
 
 
 def is_recomputing() -> bool:
@@ -74,16 +79,6 @@ def enter_region() -> tuple[RegionCall, Running | None]:
         region, here = outer.inner(index), (outer, index + 1, is_again)
         _here.set((region, 0, is_again))
     return region, here
-
-
-def running_now() -> Running | None:
-    """Return the region that is running, and how many regions have begun inside of it by now."""
-    return _here.get()
-
-
-def leave_region(around: Running | None) -> None:
-    """The forward is over."""
-    _here.set(around)
 
 
 def go_on_at(place: Running) -> None:

@@ -41,7 +41,11 @@ class LockEntry:
         self.scope = Scope.NOTHING
 
     def __exit__(self, *error: object) -> None:
-        STATE_LOCK.leave(self)
+        """End what `StateLock.join` began: all that was set back is as it was."""
+        STATE_LOCK.inside.remove(self)
+        self.read_memory = frozenset  # contexts of regions that began inside of this have it
+        if self.scope or STATE_LOCK.waiting:
+            STATE_LOCK.wake(self)
 
     def disturbs(self, other: LockEntry, scope: Scope) -> bool:
         """Return whether another recomputation could see it if this one sets back state of this scope."""
@@ -75,7 +79,7 @@ class StateLock:
         self._changed = Condition(self._mutex)
 
     def join(self, read_memory: Callable[[], frozenset[int] | None]) -> LockEntry:
-        """Wait until no other thread has set back what this recomputation reads, and keep it so until `leave`.
+        """Wait until no other thread has set back what this recomputation reads, and keep it so until the entry ends.
 
         Args:
             read_memory: see `LockEntry`.
@@ -89,7 +93,7 @@ class StateLock:
                 with self._mutex:
                     self._wait(self._may_read, entry)
             except BaseException:
-                self.leave(entry)
+                entry.__exit__()
                 raise
         return entry
 
@@ -118,16 +122,13 @@ class StateLock:
             if not entry.scope:
                 self.writers.remove(entry)
 
-    def leave(self, entry: LockEntry) -> None:
-        """End what `join` began: all that was set back is as it was."""
-        self.inside.remove(entry)
-        entry.read_memory = frozenset  # contexts of regions that began inside of it have the entry
-        if entry.scope or self.waiting:
-            with self._mutex:
-                if entry.scope:
-                    self.writers.remove(entry)
-                if self.waiting:
-                    self._changed.notify_all()
+    def wake(self, entry: LockEntry) -> None:
+        """Let others look again whether they may; an entry has just left `inside`."""
+        with self._mutex:
+            if entry.scope:
+                self.writers.remove(entry)
+            if self.waiting:
+                self._changed.notify_all()
 
     def _may_read(self, entry: LockEntry) -> bool:
         return not any(_disturbs(writer, entry) for writer in tuple(self.writers))
