@@ -40,6 +40,7 @@ from reactivate._torch.autograd import (
     is_profiling,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    same,
     set_grad_enabled,
 )
 from reactivate._torch.dynamo import leave_to_eager
@@ -287,7 +288,7 @@ def _run_again(
     if not region.is_ordinary:
         _run_for_more(region, matching, fn, args, kwargs, behind)
         return
-    push_saved_tensor_hooks(matching.pack, matching.unpack_in_forward if region.is_in_forward else _same)
+    push_saved_tensor_hooks(matching.pack, matching.unpack_in_forward if region.is_in_forward else same)
     try:
         fn(*args, **kwargs)
         matching.finish()
@@ -315,7 +316,7 @@ def _run_for_more(
     choice = region.options.choice
     log = None if choice is None else RecomputationLog(region, choice, matching, behind)
     pack = matching.pack if matching.check is None else matching.pack_checked
-    push_saved_tensor_hooks(pack, matching.unpack_in_forward if region.is_in_forward else _same)
+    push_saved_tensor_hooks(pack, matching.unpack_in_forward if region.is_in_forward else same)
     if log is not None:
         log.open()
     proof = None if region.is_in_forward else region.proof
@@ -356,8 +357,4 @@ def _note_end(region: Region, check: Check) -> None:
         region.check.recomputed = check
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-leave_to_eager(_same.__code__)
+leave_to_eager(same.__code__)

@@ -117,7 +117,11 @@ class Moment:
             self._gradients: Sequence[Tensor | None] = list(map(_GRADIENT, leaves))
             self._gradient_versions = _versions_of(self._gradients)
             if _accumulated:
-                self._gradient_copies = self._copied_gradients()
+                self._gradient_copies = {
+                    id(leaf): copy_unseen(gradient)
+                    for leaf, gradient in zip(leaves, self._gradients)
+                    if gradient is not None and _accumulated.has(leaf)
+                }
 
     def _note_tensors(
         self, tensors: Sequence[Tensor], tree: Tree | None, may_write_unseen: Callable[[], bool]
@@ -210,13 +214,6 @@ class Moment:
         return found if self.look is None else sorted([*found, *map(seen.__getitem__, self.look.others())])
 
     # -- gradients ----------------------------------------------------------------------------------------------------
-
-    def _copied_gradients(self) -> dict[int, Tensor]:
-        return {
-            id(leaf): copy_unseen(gradient)
-            for leaf, gradient in zip(self.leaves, self._gradients)
-            if gradient is not None and _accumulated.has(leaf)
-        }
 
     def look_at_gradients(self) -> None:
         """Find the gradients that moved, as long as the forward runs: a backward inside may need a recomputation."""
