@@ -6,10 +6,11 @@ whatever wrote to them, and however, they are compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_char, memmove, string_at
 from operator import attrgetter
 from struct import Struct
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ LARGEST_BYTES = 1 << 14
 """The number of bytes up to which a tensor is small."""
 
 _Layout = tuple[tuple[int, ...], bool, bool]
-_KINDS = frozenset({Tensor, Parameter})
+KINDS = frozenset({Tensor, Parameter})
 _form_of, _size_of = attrgetter("shape", "dtype"), attrgetter("nbytes")
 _address_of = Tensor.data_ptr
 _is_contiguous, _is_conj, _is_negated = Tensor.is_contiguous, Tensor.is_conj, Tensor.is_neg
@@ -37,7 +38,7 @@ def has_bits(tensor: Tensor) -> bool:
 def is_small(tensor: Tensor) -> bool:
     """Return whether a tensor is nothing but a few bytes in the memory of the CPU, one behind the other."""
     return (
-        type(tensor) in _KINDS
+        type(tensor) in KINDS
         and tensor.is_cpu
         and has_bits(tensor)
         and tensor.nbytes <= LARGEST_BYTES
@@ -64,29 +65,31 @@ class Whereabouts:
 
     __slots__ = ("addresses", "forms", "is_simple", "layouts", "pieces", "sizes", "split", "storages")
 
-    def __init__(self, tensors: Sequence[Tensor], addresses: list[int], forms: list[Any]) -> None:
-        self.addresses, self.forms = addresses, forms
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.addresses, self.forms = list(map(_address_of, tensors)), list(map(_form_of, tensors))
         self.storages = run_unseen(_storages_of, tensors)
         self.sizes: list[int] = list(map(_size_of, tensors))
         self.layouts: list[_Layout] | None = None
         self.pieces: list[Any] | None = None
         if not all(map(_is_contiguous, tensors)) or any(map(_is_conj, tensors)) or any(map(_is_negated, tensors)):
             self.layouts = [(tensor.stride(), tensor.is_conj(), tensor.is_neg()) for tensor in tensors]
-        elif all(addresses):
-            self.pieces = _pieces_of(addresses, self.sizes)
+        elif all(self.addresses):
+            self.pieces = _pieces_of(self.addresses, self.sizes)
             self.split = Struct("".join(f"{size}s" for size in self.sizes)).unpack
-        self.is_simple = self.pieces is not None and not any(kind.is_complex for _, kind in forms)
+        self.is_simple = self.pieces is not None and not any(kind.is_complex for _, kind in self.forms)
 
-    def are_of(self, tensors: Sequence[Tensor], addresses: list[int], forms: list[Any]) -> bool:
-        """Return whether the tensors, which begin there and have these forms, lie as these did, behind each other."""
-        return (
+    def read_again(self, tensors: Sequence[Tensor]) -> bytes | None:
+        """Do as `read`, with tensors that may be in other places by now; None unless these lie as those did, in pieces."""
+        if (
             self.pieces is not None
-            and addresses == self.addresses
-            and forms == self.forms
+            and list(map(_address_of, tensors)) == self.addresses
+            and list(map(_form_of, tensors)) == self.forms
             and all(map(_is_contiguous, tensors))
             and not any(map(_is_negated, tensors))
             and (self.is_simple or not any(map(_is_conj, tensors)))
-        )
+        ):
+            return b"".join(self.pieces)
+        return None
 
     def read(self, tensors: Sequence[Tensor]) -> bytes:
         """Return the elements of the tensors, which are in these places, behind each other."""
@@ -126,21 +129,21 @@ class SmallCopy:
         memory: {index: an alias} of those whose memory is to be given back to them; see `keep_memory`.
     """
 
-    __slots__ = ("_content", "kept", "memory", "places", "tensors")
+    kept: UntypedStorage | None = None
+    memory: Mapping[int, Tensor] = MappingProxyType({})
+    _content = b""
 
     def __init__(self, tensors: Sequence[Tensor], last: Whereabouts | None = None, *, is_kept: bool = False) -> None:
         self.tensors = tensors
-        self.memory: dict[int, Tensor] = {}
-        forms, addresses = list(map(_form_of, tensors)), list(map(_address_of, tensors))
-        if last is None or not last.are_of(tensors, addresses, forms):
-            last = Whereabouts(tensors, addresses, forms)
+        if last is None or (content := last.read_again(tensors)) is None:
+            last = Whereabouts(tensors)
+            content = last.read(tensors)
         self.places = last
-        self._content = content = last.read(tensors)
-        self.kept: UntypedStorage | None = None
         if is_kept:
             self.kept = kept = UntypedStorage(len(content))
             memmove(kept.data_ptr(), content, len(content))
-            self._content = b""
+        else:
+            self._content = content
 
     def content(self) -> bytes:
         """Return the elements of the tensors, behind each other."""
@@ -155,7 +158,7 @@ class SmallCopy:
         for index in self._moved(others):
             tensor = self.tensors[index]
             if has_geometry(tensor):
-                self.memory[index] = run_unseen(Tensor.detach, tensor)
+                self.memory = {**self.memory, index: run_unseen(Tensor.detach, tensor)}
 
     def _moved(self, others: SmallCopy) -> Sequence[int]:
         """Return which tensors are in other places in `others`, or have elements that are not behind each other."""
@@ -204,17 +207,6 @@ class SmallCopy:
             put(tensor, Geometry(places.addresses[index], shape, strides, kind, *lazy), content, self.memory.get(index))
         elif part and tensor.data_ptr():
             (tensor if tensor.shape == shape else tensor.resize_(shape)).copy_(content.view(shape))
-
-
-def small_again(tensors: Sequence[Tensor], last: Whereabouts) -> SmallCopy | None:
-    """Return a copy of tensors that were small in these places, which are simple; None if they are not there any more.
-
-    What has an address in the memory of the CPU is still there, and of the same form it is as large.
-    """
-    if not _KINDS.issuperset(map(type, tensors)):
-        return None
-    found = SmallCopy(tensors, last, is_kept=True)
-    return found if found.places is last else None
 
 
 def _memory(size: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from reactivate._snapshot.group_copy import GroupCopy, bits_of, grouped, is_plain
 from reactivate._snapshot.shadows import Shadow, current_shadow, current_shadows, note_written
-from reactivate._snapshot.small_copy import SmallCopy, Whereabouts, is_small, small_again
+from reactivate._snapshot.small_copy import KINDS, SmallCopy, Whereabouts, is_small
 from reactivate._torch.modes import run_unseen
 from reactivate._xla.fence import fences
 
@@ -68,11 +68,17 @@ class SmallLayout(NamedTuple):
     places: Whereabouts
 
     def again(self, tensors: Sequence[Tensor]) -> SmallCopy | None:
-        """Return a copy of the small ones, None if these are others, or somewhere else by now."""
+        """Return a copy of the small ones, None if these are others, or somewhere else by now.
+
+        What has an address in the memory of the CPU is still there, and of the same form it is as large.
+        """
         if len(tensors) != self.total or fences():
             return None
         small = tensors if len(self.numbers) == self.total else [tensors[number] for number in self.numbers]
-        return small_again(small, self.places)
+        if not KINDS.issuperset(map(type, small)):
+            return None
+        found = SmallCopy(small, self.places, is_kept=True)
+        return found if found.places is self.places else None
 
 
 class TensorStates:
