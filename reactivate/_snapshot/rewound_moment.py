@@ -20,7 +20,6 @@ from reactivate._torch.modes import copy_unseen, run_unseen
 
 _REQUIRES_GRAD, _IS_LEAF, _GRADIENT = map(attrgetter, ("requires_grad", "is_leaf", "grad"))
 _is_tensor = Tensor.__instancecheck__  # `isinstance` as a function of one argument
-_UNCHANGED: Any = object()
 
 
 class RewoundMoment:
@@ -44,7 +43,6 @@ class RewoundMoment:
     _gradients: Sequence[tuple[Tensor, Tensor | None]] = ()
     _others: Sequence[int] = ()  # the numbers of objects that hold something else than at the moment
     _contents: Mapping[int, Any] = MappingProxyType({})  # what these held, by their numbers
-    _hook_copies: Any = _UNCHANGED
     _wanted_hooks: Hooks = ()
     _tensor_hooks: Hooks = ()
     _are_tensor_hooks_other = False
@@ -53,6 +51,7 @@ class RewoundMoment:
 
     def __init__(self, moment: Moment, arguments: Iterable[Any] = (), others: Iterable[Any] = ()) -> None:
         self._moment = moment
+        self._hook_copies = moment.hook_copies
         if moment.states is not NO_TENSORS:
             self._tensors = RewoundTensors(moment.states)
         found = [*arguments, *moment.parameters, *others]
@@ -145,8 +144,9 @@ class RewoundMoment:
                 moment.put_hooks(None)
             return
         try:
-            for (module, _), now in zip(moment.protocols, self._protocols):
-                module.load_recompute_state(now)
+            if self._protocols:
+                for (module, _), now in zip(moment.protocols, self._protocols):
+                    module.load_recompute_state(now)
         finally:
             for leaf, gradient in self._gradients:
                 leaf.grad = gradient
@@ -158,9 +158,8 @@ class RewoundMoment:
                 self._put_back_contents()
             if self._parts is not None and not self._parts.are_current():
                 self._parts.put()
-            hooks = moment.hook_copies if self._hook_copies is _UNCHANGED else self._hook_copies
-            if not moment.are_hooks_current(hooks):
-                moment.put_hooks(hooks)
+            if not moment.are_hooks_current(self._hook_copies):
+                moment.put_hooks(self._hook_copies)
             if moment.modules or moment.parameters:
                 _set_all(moment, self._kinds, self._differentiable)
             if self._elsewhere:
