@@ -30,6 +30,7 @@ from reactivate._region.left_behind import LeftBehind
 from reactivate._region.matching import Matching
 from reactivate._region.proof import RenormsOnce
 from reactivate._saved_calls.life import RecomputationLog
+from reactivate._snapshot.geometry import memory_of
 from reactivate._snapshot.held import WeakTensor, original_of
 from reactivate._snapshot.inputs import Memo, rebuild
 from reactivate._snapshot.rewound_moment import RewoundMoment
@@ -176,8 +177,7 @@ def _enter_state_of_forward(region: Region, memo: Memo, entered: list[Any]) -> N
     """
     if is_profiling():
         _enter(torch.profiler.record_function(f"reactivate::recompute {naming.name_of(region)}"), entered)
-    is_all_known = not (region.inputs or region.reached is not None)
-    entered.append(STATE_LOCK.join(region.moment.memory if is_all_known else _unknown))
+    entered.append(STATE_LOCK.join(functools.partial(_memory_read_by, region, memo)))
     unrestored = region.unrestored()
     stale = _stale(region, unrestored) if unrestored else None
     innermost: Any = region.options.innermost
@@ -209,8 +209,20 @@ def _enter_state_of_forward(region: Region, memo: Memo, entered: list[Any]) -> N
         _enter(StaleReads([tensor for tensor, _ in stale], refuse), entered)
 
 
-def _unknown() -> None:
-    """Return nothing: where a region reads tensors that were made before it, or notes modules as it reaches them."""
+def _memory_read_by(region: Region, memo: Memo) -> frozenset[int] | None:
+    """Return the memory of the tensors that a recomputation reads as they are; None where that cannot be told.
+
+    Args:
+        region: the region. A large tree of modules is noted as the region reaches them.
+        memo: what stands for its specs.
+    """
+    if region.reached is not None:
+        return None
+    found = {*memo.values(), *map(original_of, map(_TENSOR, region.inputs))}
+    memory = frozenset(
+        map(memory_of, [*region.moment.tensors(), *(item for item in found if isinstance(item, Tensor))])
+    )
+    return None if None in memory else memory  # type: ignore[return-value]
 
 
 def _enter(context: Any, entered: list[Any]) -> None:

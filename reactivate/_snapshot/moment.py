@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._snapshot.caches import WeakIdentitySet
-from reactivate._snapshot.geometry import addresses_of, is_moved, memory_of, moved
+from reactivate._snapshot.geometry import addresses_of, is_moved, moved
 from reactivate._snapshot.held import ATOMS, are_items, held_all
 from reactivate._snapshot.holders import Contents, Holder, put_dict
 from reactivate._snapshot.inputs import Constant
@@ -330,11 +330,9 @@ class Moment:
                         return ".".join(filter(None, (type(root).__name__, prefix, name)))
         return "a tensor of a module"
 
-    def memory(self) -> frozenset[int] | None:
-        """Return the memory of the tensors that are state and of parameters; None where that of one cannot be told."""
-        written = (item.tensor for item in self.states.written)
-        found = frozenset(map(memory_of, (*self.states.tensors, *written, *self.parameters)))
-        return None if None in found else found  # type: ignore[return-value]
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the tensors that are state, and parameters."""
+        return *self.states.tensors, *(item.tensor for item in self.states.written), *self.parameters
 
     def held(self) -> Iterable[Tensor]:
         """Return the copies of tensors."""

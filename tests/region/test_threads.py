@@ -739,6 +739,41 @@ def test_recomputations_that_set_back_tensors_of_their_own_run_side_by_side(larg
     assert not (STATE_LOCK.inside or STATE_LOCK.writers or STATE_LOCK.waiting or rewound_memory)
 
 
+def test_a_recomputation_that_is_given_a_buffer_waits_for_one_that_sets_it_back() -> None:
+    class Adding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if reactivate.is_recomputing():
+                begun.set()
+                ended.wait(0.3)  # the other waits for this one
+            self.count += 1
+            return (x * self.count.clone()).sin()
+
+    def reading(x: Tensor) -> Tensor:
+        return (x * 2).sin().exp()
+
+    begun, ended = threading.Event(), threading.Event()
+    module = Adding()
+    x = torch.linspace(0, 1, 4, requires_grad=True)
+    out = reactivate.checkpoint(module)(x)
+    given = module.count.data.requires_grad_()
+    other = reactivate.checkpoint(reading)(given)
+    (expected,) = torch.autograd.grad(reading(given).sum(), given)
+
+    def second(meet: Meet) -> Any:
+        assert begun.wait(PATIENCE_SECONDS)
+        try:
+            return torch.autograd.grad(other.sum(), given)
+        finally:
+            ended.set()
+
+    _, (found,) = together(lambda meet: torch.autograd.grad(out.sum(), x), second)
+    assert_bitwise(expected, found, "gradient")
+
+
 def test_one_that_waits_long_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both set back torch's random numbers, so that the second cannot begin."""
     monkeypatch.setattr("reactivate._snapshot.state_lock.PATIENCE_SECONDS", 0.01)
