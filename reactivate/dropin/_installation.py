@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import is_grad_enabled
+from torch.autograd import Function
 
 from reactivate._snapshot.shadows import forget_shadows
 from reactivate._text.words import counted
@@ -60,7 +61,7 @@ class Installation:
         for name, value in settings.items():
             setattr(instance, name, value)
         self._names = [name for name in names if hasattr(upstream, name)]
-        swaps = [Swap(getattr(upstream, name), getattr(instance, names[name])) for name in self._names]
+        swaps = [_swap(getattr(upstream, name), getattr(instance, names[name])) for name in self._names]
         for name, swap in zip(self._names, swaps):
             swap.new.__module__, swap.new.__name__, swap.new.__qualname__ = upstream.__name__, name, name  # for pickle
         self._swaps = replace_everywhere(swaps)
@@ -116,6 +117,25 @@ class Installation:
                 )
         self._lent += 1
         return self
+
+
+def _swap(old: Any, new: Any) -> Swap:
+    """Return what takes the place of `old`: of an `autograd.Function` a subclass, which alone is applied as `new` is.
+
+    A subclass of a user's comes after it. So it has its own forward and backward, and the library's where it has none.
+    """
+    if not (isinstance(old, type) and issubclass(old, Function)):
+        return Swap(old, new)
+
+    class Applied(old):  # type: ignore[misc]
+        @classmethod
+        def apply(cls, *args: Any, **kwargs: Any) -> Any:
+            if cls is Applied:  # after `remove`, which finds the name here too, none is
+                return new.apply(*args, **kwargs)
+            return super().apply(*args, **kwargs)
+
+    Applied.__doc__ = new.__doc__
+    return Swap(old, Applied)
 
 
 def again(upstream: str, **settings: Any) -> Installation | None:

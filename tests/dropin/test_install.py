@@ -333,6 +333,46 @@ def test_every_way_into_a_region(wrap: Callable[[Any], Any], make: Callable[[], 
     check_runs_on_torch(wrap, make)
 
 
+def twice(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    """Twice what the backward of torch's function returns, by the name that it has at that time."""
+    return tuple(None if one is None else 2 * one for one in upstream.CheckpointFunction.backward(ctx, *gradients))
+
+
+def eightfold(ctx: Any, function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
+    return 8 * upstream.CheckpointFunction.forward(ctx, function, preserves, *args)
+
+
+@each(
+    ("own", "regions"),
+    [({"backward": staticmethod(twice)}, 0), ({"forward": staticmethod(eightfold)}, 0), ({}, 0), (None, 1)],
+)
+def test_subclasses_of_its_autograd_function(own: dict[str, Any] | None, regions: int) -> None:
+    """They do what they do with torch, made before or after the installation; the class itself, None here, is a region."""
+
+    def make() -> Any:
+        base = upstream.CheckpointFunction
+        return base if own is None else type("Derived", (base,), dict(own))
+
+    def results(function: Any) -> tuple[Tensor, Tensor]:
+        x = torch.linspace(-1, 1, 8, requires_grad=True)
+        y = function.apply(lambda x: x.sin().exp(), True, x)
+        y.sum().backward()
+        assert x.grad is not None
+        return y.detach(), x.grad
+
+    before = make()
+    expected = results(before)
+    with dropin.install() as installed:
+        within = make()
+        assert issubclass(within, torch.autograd.Function) and issubclass(within, upstream.CheckpointFunction)
+        for function in (within, before) if own is not None else (within,):
+            for found, right in zip(results(function), expected):
+                assert_bitwise(found, right, "result")
+        assert installed.regions == regions
+    for found, right in zip(results(within), expected):
+        assert_bitwise(found, right, "result")
+
+
 def test_early_stop() -> None:
     """The end of the function, after the last thing that is needed, runs again only without early stop.
 
