@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from reactivate._loss.by_rows import cross_entropy_by_rows
 from reactivate._loss.observed import tell
-from reactivate._torch.dynamo import leave_out_of_graphs
+from reactivate._torch.dynamo import is_jit_tracing, leave_out_of_graphs
 from reactivate._torch.modes import FakeTensor
 from reactivate._torch.modules import without_memory
 from reactivate._torch.ops import flatten, unflatten
@@ -212,7 +212,7 @@ leave_out_of_graphs(_refuse_compilation, "an error that is raised in a graph wou
 
 def by_rows(result: Any, place: str = "") -> Any:
     """Return what a module returned: logits whose loss is computed by rows, where a backward will follow; or as it is."""
-    if not isinstance(result, Tensor) or type(result) not in (Tensor, FakeTensor):
+    if not isinstance(result, Tensor) or type(result) not in (Tensor, FakeTensor) or is_jit_tracing():
         return result
     is_trained = result.requires_grad and result.is_floating_point() and torch.is_grad_enabled()
     return Logits.of(result, result.dtype, place) if is_trained else result

@@ -20,7 +20,7 @@ from reactivate._model.applied import Applied
 from reactivate._model.handle import FORWARD, AppliedForward, own_forward_of
 from reactivate._region.options import Options
 from reactivate._setting import set_to
-from reactivate._torch.dynamo import leave_out_of_graphs
+from reactivate._torch.dynamo import is_jit_tracing, leave_out_of_graphs
 from reactivate._types import Policy
 from reactivate.errors import UnsupportedError
 from reactivate.policies._base import PerCall
@@ -100,7 +100,7 @@ class CalledForward(SwitchedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():
             _refuse_compilation()
-        if not is_grad_enabled():
+        if not is_grad_enabled() or is_jit_tracing():  # there regions are plain calls, and shapes no numbers
             return self.original()(*args, **kwargs)
         assert isinstance(self.applied, AppliedPerCall)
         running = _running.get()

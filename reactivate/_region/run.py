@@ -15,7 +15,7 @@ from reactivate._passes.observing import are_regions_off
 from reactivate._passes.places import calls_regions
 from reactivate._region.options import Options
 from reactivate._region.region import Region
-from reactivate._torch.dynamo import leave_to_eager
+from reactivate._torch.dynamo import is_jit_tracing, leave_to_eager
 from reactivate._torch.modules import has_hooks, module_call
 
 Runner = Callable[[Any, tuple[Any, ...], dict[str, Any], Options], Any]
@@ -23,7 +23,7 @@ Runner = Callable[[Any, tuple[Any, ...], dict[str, Any], Options], Any]
 
 def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
     """Call `fn(*args, **kwargs)`, keeping of it what its recomputations need and no more."""
-    if not is_grad_enabled() or are_regions_off():  # Rule 3
+    if not is_grad_enabled() or are_regions_off() or is_jit_tracing():  # Rule 3
         return fn(*args, **kwargs)
     if log_of_calls.get() is not None:  # calls inside of this region are not those of a region around it
         with set_aside():

@@ -285,6 +285,10 @@ def is_profiling_graph(graph: Any) -> bool:
     return any(node.kind() == "prim::profile" for node in graph.nodes())
 
 
+is_jit_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+"""Return whether `torch.jit.trace` records what runs: sizes are tensors then."""
+
+
 def is_compiled_script(script: Any) -> bool:
     """Return whether a scripted function or module has been called often enough to be compiled."""
     try:

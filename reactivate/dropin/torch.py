@@ -43,7 +43,13 @@ from reactivate._region.run import runner_of
 from reactivate._region.sharing import current_group, shared_recompute
 from reactivate._run import run_untraced
 from reactivate._setting import set_to
-from reactivate._torch.dynamo import NotTraced, checkpoint_in_graph, runs_as_traced, warn_of_running_as_traced
+from reactivate._torch.dynamo import (
+    NotTraced,
+    checkpoint_in_graph,
+    is_jit_tracing,
+    runs_as_traced,
+    warn_of_running_as_traced,
+)
 from reactivate._types import Storage
 from reactivate.dropin._asked import Asked, warn_reentrant
 from reactivate.dropin._installation import Tally
@@ -293,7 +299,7 @@ def checkpoint_generator_impl(
     if replaced and is_compiling():
         yield from _generator_of_torch(fn, args, kwargs, asked)
         return
-    if not is_grad_enabled():
+    if not is_grad_enabled() or is_jit_tracing():
         yield
         return
     tally.add()

@@ -13,6 +13,7 @@ from reactivate._model.handle import Handle
 from reactivate._passes.current import is_recomputing
 from reactivate._region.accounts import in_words
 from reactivate._text.warnings import warn
+from reactivate._torch.dynamo import is_jit_tracing
 from reactivate.planner.contents import Circumstances, PlanContents
 from reactivate.planner.shapes import call_inputs
 from reactivate.planner.target import device_spec
@@ -45,7 +46,7 @@ class CallWatch:
 
     def __call__(self, model: Module, args: Any, kwargs: Any) -> None:
         """The model is called."""
-        if is_compiling() or is_recomputing() or not torch.is_grad_enabled():
+        if is_compiling() or is_jit_tracing() or is_recomputing() or not torch.is_grad_enabled():
             return
         shapes = tuple(tuple(leaf.shape) for leaf in call_inputs(args, kwargs).values())
         if self._is_checked and shapes in self._known:

@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 import torch
 from oracle import Ran, assert_bitwise
+from several import each
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable
+from torch.nn import functional
+from torch.utils import checkpoint as torchs
 
 import reactivate
+from reactivate import dropin, policies
 from reactivate._passes.observing import observed_by
 from reactivate.errors import UnsupportedError
 
@@ -192,3 +197,75 @@ def test_scripted_module_with_batch_norm() -> None:
         return [*(x.grad for x in xs), *(buffer for _, buffer in module.named_buffers())]
 
     assert_same(once(lambda fn: fn), once(reactivate.checkpoint))
+
+
+class Head(nn.Module):
+    """With a loss of its own, so that a policy may compute that by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(3)))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.blocks(x)).float(), torch.zeros(5, dtype=torch.long))
+
+
+class InTorchs(Head):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torchs.checkpoint(block, x, use_reentrant=False)
+        return self.head(x).sum()
+
+
+def applied(policy: Any) -> Callable[[Any], Any]:
+    def wrap(model: nn.Module) -> nn.Module:
+        reactivate.apply(model, policy(model) if callable(policy) else policy)
+        return model
+
+    return wrap
+
+
+def planned(**settings: Any) -> Callable[[Any], Any]:
+    return applied(lambda model: reactivate.plan(model, torch.randn(5, 8), loss=None, budget="100%", **settings))
+
+
+def composed(model: Head) -> Head:
+    for block in model.blocks:
+        composable(block)
+    return model
+
+
+@pytest.mark.usefixtures("whole_heap")
+@each(
+    ("make", "wrap"),
+    [
+        (Head, reactivate.checkpoint),
+        (Head, applied(lambda _: policies.full())),
+        (Head, applied(lambda _: policies.full(save=["linear"]))),
+        (Head, applied(lambda _: policies.recompute_modules("blocks[0:2]"))),
+        (Head, applied(lambda _: policies.first_match(policies.full(), policies.loss_by_rows("head")))),
+        (Head, planned()),
+        (Head, planned(shapes="adaptive")),
+        (InTorchs, lambda model: model),
+        (Head, composed),
+    ],
+)
+def test_traced_by_torchscript(make: Callable[[], Any], wrap: Callable[[Any], Any]) -> None:
+    """`torch.jit.trace` records the ops of a region, as it does those of torch's checkpoint; no region begins."""
+
+    def results(wrap: Callable[[Any], Any], regions: Ran) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, model = torch.randn(5, 8), wrap(make())
+        with observed_by(regions):
+            traced = torch.jit.trace(model, (x,))
+        result = traced(x)
+        return [result.detach(), *torch.autograd.grad(result, list(traced.parameters()))]
+
+    ran = Ran()
+    plain = results(lambda model: model, Ran())
+    with dropin.install():
+        ours = results(wrap, ran)
+    assert not ran.regions
+    for expected, found in zip(plain, ours, strict=True):
+        assert_bitwise(expected, found, "result or gradient")

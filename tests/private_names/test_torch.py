@@ -840,6 +840,18 @@ def states_are_compared_under_a_fake_mode() -> None:
     assert not room.equal_unseen(state, torch.zeros_like(state))
 
 
+@needs("is_jit_tracing")
+def torchscript_tells_that_it_traces() -> None:
+    seen = []
+
+    def traced(x: Tensor) -> Tensor:
+        seen.append(room.is_jit_tracing())
+        return x.sin()
+
+    torch.jit.trace(traced, (torch.ones(2),))
+    assert seen[0] and not room.is_jit_tracing()
+
+
 @needs("STAND_INS", "is_aot_tracing")
 def what_aot_autograd_traces_with_is_known() -> None:
     seen = []
