@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any, Protocol
 
 from torch.nn import Module
@@ -175,6 +175,11 @@ class AppliedForward(Cover):
     def __wrapped__(self) -> Callable[..., Any]:
         """`original`, for who looks at what is called."""
         return self.original()
+
+    @property
+    def __code__(self) -> CodeType:
+        """The code of `original`, where torch.export reads in which line a model begins."""
+        return self.original().__code__
 
     def in_graph(self, *args: Any, **kwargs: Any) -> Any:
         """The call of the module's own `forward`, for torch.compile to trace."""

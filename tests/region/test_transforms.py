@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import leaf
+from oracle import assert_bitwise, leaf
+from several import each
 from torch import Tensor, nn
 
 import reactivate
+from reactivate import policies
 from reactivate.errors import UnsupportedError
 
 
@@ -98,3 +100,28 @@ def test_an_exported_model_is_right(strict: bool) -> None:
     expected = torch.autograd.grad(model.block(x).sin().sum(), list(model.parameters()))
     for parameter, gradient in zip(module.parameters(), expected, strict=True):
         assert torch.equal(parameter.grad, gradient)
+
+
+@each(
+    "policy",
+    [
+        policies.full(),
+        policies.full(save=["linear"]),
+        policies.recompute_modules("[0:2]"),
+        lambda site: reactivate.Recompute() if site.module is not None and site.path == "" else None,
+    ],
+)
+def test_an_exported_root_is_right(policy: Any) -> None:
+    """Also where the model itself is a region, or spans of it are: not strict, what a graph is made of is read from it."""
+
+    def results(policy: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4))), torch.randn(2, 8)
+        if policy is not None:
+            reactivate.apply(model, policy)
+        module = torch.export.export(model, (x,), strict=False).module()
+        result = module(x)
+        return [result.detach(), *torch.autograd.grad(result.sum(), list(module.parameters()))]
+
+    for expected, found in zip(results(None), results(policy), strict=True):
+        assert_bitwise(expected, found, "result or gradient")
