@@ -412,6 +412,9 @@ class RecomputationLog(Log):
 
     def _load(self, call: SavedCall, outputs: Sequence[Any]) -> list[Any] | None:
         """Load what the call returned; None if it was written to since the region ended, so that it runs again."""
+        self.is_inside = (
+            True  # saved-tensor hooks around the region may run ops to unpack it: none is a call of the region
+        )
         try:
             if not any(isinstance(item, Kept) and item.is_overwritten for item in outputs):
                 # To load may recompute a region around this one.
@@ -419,6 +422,8 @@ class RecomputationLog(Log):
         except RuntimeError as error:
             if not is_of_a_write(error):
                 raise
+        finally:
+            self.is_inside = False
         self._matching.go_back_to(call)
         return None
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from journal import Journal
 from oracle import Case, assert_same, check, run
-from saved_call_cases import SAVED, Fn, compare_call, leaf, saved, weighted
+from saved_call_cases import SAVED, Fn, compare_call, leaf, once, saved, weighted
 from several import each
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import reactivate
@@ -267,6 +267,38 @@ def test_calls_under_hooks_of_the_users_run_again() -> None:
         return y.exp().sin()
 
     compare_call(fn, lambda y, w: (y * w).exp() * y, runs=2)
+
+
+def own_modules(site: Any) -> Any:
+    """Save every module, as a policy of the user's own, which is asked about ops as well."""
+    return reactivate.Save() if site.path and not site.op else None
+
+
+def own_ops(site: Any) -> Any:
+    return reactivate.Save() if site.op == "linear" else None
+
+
+@each("hooks", [save_on_cpu, partial(saved_tensors_hooks, Tensor.bfloat16, Tensor.float)])
+@each("policy", [own_modules, own_ops, policies.save_modules("0", "1", "2")])
+def test_ops_that_unpack_what_is_kept_are_no_calls_of_the_region(policy: Any, hooks: Any) -> None:
+    """The values are those that these hooks do not change."""
+
+    def make(wrap: Any) -> Case:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.sign())
+
+        def fn(x: Tensor) -> Any:
+            with hooks():
+                return checkpointed(x)
+
+        checkpointed = wrap(model)
+        return Case(fn, (torch.ones(2, 4, requires_grad=True),), leaves=dict(model.named_parameters()))
+
+    plain = run(partial(make, lambda model: model), None, once)
+    ours = run(partial(make, partial(reactivate.checkpoint, policy=policy, check="every")), None, once)
+    assert_same(plain, ours)
 
 
 # -- ops that fill a tensor after they had it saved -------------------------------------------------------------------
