@@ -7,7 +7,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from reactivate._torch.modes import function_modes, is_function_mode_active, replace_function_modes
+from reactivate._torch.modes import (
+    dispatch_modes,
+    function_modes,
+    is_dispatch_mode_active,
+    is_function_mode_active,
+    replace_dispatch_modes,
+    replace_function_modes,
+)
 
 log_of_calls: ContextVar[Any] = ContextVar("reactivate.saved_calls", default=None)
 """The log of this thread. A region without a policy inside of one with a policy is no affair of its."""
@@ -32,13 +39,20 @@ def set_aside() -> Iterator[None]:
         log_of_calls.reset(token)
 
 
+def is_seen() -> bool:
+    """Return whether a mode would see an op that is made now."""
+    return is_function_mode_active() or is_dispatch_mode_active() > 0
+
+
 def unseen(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function unseen by the modes around the region: what is looked at here are not the user's calls."""
-    if not is_function_mode_active():
+    """Call a function unseen by the modes around it: what is looked at and kept here are not the user's calls."""
+    if not is_seen():
         return function(*args)
-    modes = function_modes()
-    replace_function_modes(())  # `without_function_modes` would make plain tensors of subclasses
+    modes, dispatching = function_modes(), dispatch_modes()
     try:
+        replace_function_modes(())  # `without_function_modes` would make plain tensors of subclasses
+        replace_dispatch_modes(())
         return function(*args)
     finally:
+        replace_dispatch_modes(dispatching)
         replace_function_modes(modes)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from reactivate._passes.check import Check
+from reactivate._passes.logs import unseen
 from reactivate._passes.oplog import LoggedOp, OpLog, difference
 from reactivate._passes.stale import is_watched, refuse_stale, watches
 from reactivate._region import errors_text
@@ -19,7 +20,12 @@ from reactivate._snapshot.geometry import memory_of
 from reactivate._snapshot.rewound_tensors import rewound_memory
 from reactivate._torch.autograd import is_outside_of_functions, next_node_number, not_a_users_hook
 from reactivate._torch.dynamo import close_checkpoints_within, leave_to_eager
-from reactivate._torch.modes import copy_unseen, is_function_mode_active, without_function_modes
+from reactivate._torch.modes import (
+    copy_unseen,
+    is_dispatch_mode_active,
+    is_function_mode_active,
+    without_function_modes,
+)
 from reactivate._torch.modules import is_distributed_run
 from reactivate.errors import ReactivateError
 
@@ -57,7 +63,6 @@ class Matching:
     index = end = 0
     check: Check | None = None
     log: OpLog | None = None
-    detach: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)
     without_graph = -1  # the number of the next node, when a tensor without a graph was saved last
     refused: BaseException | None = None
 
@@ -105,7 +110,9 @@ class Matching:
             refuse_stale(tensor)
         has_graph = tensor.requires_grad
         # What waits for the backward must not hold the recomputation's graph.
-        value = self.detach(tensor) if has_graph and not tensor.is_leaf else tensor
+        value = tensor
+        if has_graph and not tensor.is_leaf:
+            value = unseen(Tensor.detach, tensor) if is_dispatch_mode_active() else tensor.detach()
         if rewound_memory and (present := rewound_memory.get(memory_of(value))) is not None:
             value, version = self._outlasting(value, present, self.saved[index][0][3])
             self.values[index] = value, version
@@ -284,7 +291,6 @@ class Matching:
             raise self._refuse(errors_text.different_values(self.region, difference(forward.ops, ops)))
 
         self.log = OpLog(check)
-        self.detach = self.log.unseen(Tensor.detach)
         return self.log.around(fn)
 
     def _details(self) -> str:
@@ -309,7 +315,7 @@ class Matching:
                 self._stop_if_possible()
         elif not self.region.is_in_forward:
             raise self._refuse(errors_text.more_tensors(self.region, tensor, _getframe(1)))
-        return tensor.detach()
+        return unseen(Tensor.detach, tensor)  # type: ignore[no-any-return]
 
     def _refuse(self, error: ReactivateError) -> BaseException:
         self.refused = self.region.options.exception(error)

@@ -26,7 +26,7 @@ from torch import Tensor, is_inference_mode_enabled
 from torch.nn import Parameter
 
 from reactivate._passes.check import BitsBefore
-from reactivate._passes.logs import unseen
+from reactivate._passes.logs import is_seen, unseen
 from reactivate._passes.observing import observers, tell
 from reactivate._passes.places import user_frame_inside
 from reactivate._passes.stale import is_of_a_write
@@ -48,7 +48,7 @@ from reactivate._torch.autograd import (
     push_saved_tensor_hooks,
 )
 from reactivate._torch.dynamo import close_checkpoints_within
-from reactivate._torch.modes import current_transform, is_function_mode_active, name_of_transform
+from reactivate._torch.modes import current_transform, is_dispatch_mode_active, name_of_transform
 from reactivate._torch.modules import has_memory, is_distributed_run
 from reactivate._torch.ops import arrived, tensors_in
 from reactivate._types import DEVICE, Save
@@ -58,6 +58,7 @@ _IN_FORWARD_MODE = "it runs where forward-mode derivatives are computed, which w
 _IN_INFERENCE = "it runs in inference mode"
 _OF_INFERENCE = "it returns a tensor that was made in inference mode"
 _OF_SUBCLASS = "it returns a tensor of a subclass without `__torch_dispatch__`, which would come back without its class"
+_IN_MODE = "a dispatch mode inside of the region is around it, which sees its ops"
 _OTHER_HOOKS = "saved-tensor hooks inside of the region are around it, as those of torch.utils.checkpoint are"
 _BACKWARD_INSIDE = "a backward inside of the region goes through it"
 _RAISED = "it raised an error"
@@ -85,6 +86,7 @@ class ForwardLog(Log):
         self._counts: dict[Any, int] = {}
         self._must_rerun: str | None = None
         self._hooks: dict[int, Any] = {0: functools.partial(_went_through, ref(self))}  # of nodes that saved calls made
+        self._dispatch_modes = 0  # around the region
         self._pack: Any = None  # the region's own hook, while the log is open
         watch(choice)
         call = region.call
@@ -95,7 +97,7 @@ class ForwardLog(Log):
 
     def open(self) -> None:
         super().open()
-        self._pack = innermost_pack_hook()
+        self._pack, self._dispatch_modes = innermost_pack_hook(), is_dispatch_mode_active()
 
     def close(self) -> None:
         super().close()
@@ -132,12 +134,22 @@ class ForwardLog(Log):
             return None
         if self.pending is not None:
             self.finish_pending()
-        reason = _why_not_saved() if innermost_pack_hook() is self._pack else _OTHER_HOOKS
+        reason = self._why_not_saved() if innermost_pack_hook() is self._pack else _OTHER_HOOKS
         what = self, decision, number, action.storage, fn, args, kwargs, reason
-        call: RunningCall = unseen(RunningCall, *what) if is_function_mode_active() else RunningCall(*what)
+        call: RunningCall = unseen(RunningCall, *what) if is_seen() else RunningCall(*what)
         if observers:
             tell(self.region.context, "call_begins", call.saved_call)
         return call
+
+    def _why_not_saved(self) -> str | None:
+        """Return why nothing could be kept, or may be left out, of a call that begins now; None if it may be saved."""
+        if current_transform() is not None and name_of_transform() is not None:
+            return _IN_TRANSFORM
+        if is_forward_mode_active():
+            return _IN_FORWARD_MODE
+        if is_dispatch_mode_active() > self._dispatch_modes:
+            return _IN_MODE
+        return _IN_INFERENCE if is_inference_mode_enabled() else None
 
     def run(self, call: RunningCall, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make a call that is saved. Other saved calls inside of it are part of it."""
@@ -157,7 +169,7 @@ class ForwardLog(Log):
         finally:
             self.is_inside = False
             pop_saved_tensor_hooks()
-        if is_function_mode_active():
+        if is_seen():
             unseen(call.returned)
         else:
             call.returned()
@@ -181,7 +193,7 @@ class ForwardLog(Log):
         saved_call.stop = saved_call.start
         if saved_call.reason is None:
             saved_call.stop = len(self.region.saved)
-            if is_function_mode_active():
+            if is_seen():
                 unseen(self._take_down, call, result, versions)
             else:
                 self._take_down(call, result, versions)
@@ -301,15 +313,6 @@ def _loses_class(kind: type[Tensor]) -> bool:
     return kind is not Tensor and kind is not Parameter and has_memory(kind)
 
 
-def _why_not_saved() -> str | None:
-    """Return why autograd saves nothing that could be kept of a call that begins now, None if it may."""
-    if current_transform() is not None and name_of_transform() is not None:
-        return _IN_TRANSFORM
-    if is_forward_mode_active():
-        return _IN_FORWARD_MODE
-    return _IN_INFERENCE if is_inference_mode_enabled() else None
-
-
 def _went_through(log: ref[ForwardLog], gradients: Any) -> None:
     found = log()
     if found is not None:
@@ -387,8 +390,8 @@ class RecomputationLog(Log):
             call.reason = call.reason or _ON_DEVICE
         if call.reason is not None:
             return self.run_again(fn, args, kwargs)
-        is_seen = is_function_mode_active()
-        arguments = unseen(self._fill, call, args, kwargs) if is_seen else self._fill(call, args, kwargs)
+        are_seen = is_seen()
+        arguments = unseen(self._fill, call, args, kwargs) if are_seen else self._fill(call, args, kwargs)
         results = None if call.outputs is None else self._load(call, call.outputs)
         if results is None:
             return self.run_again(fn, args, kwargs)
@@ -399,7 +402,7 @@ class RecomputationLog(Log):
         if call.streams:
             for bring in call.streams:
                 bring()
-        if is_seen:
+        if are_seen:
             return unseen(_hand_back, call, results, arguments, args, kwargs)
         return _hand_back(call, results, arguments, args, kwargs)
 

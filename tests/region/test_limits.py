@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from code_read_by_programs import reads_from_afar
+from count_ops import CountOps
 from journal import Journal
 from memory import allocated_by
 from torch import Tensor, nn
@@ -632,6 +633,23 @@ def second_scripted(x: Tensor, bias: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*jit:DeprecationWarning")
+@shows("Dispatch modes that count the ops inside of a region")
+def test_a_detach_of_autograds_own_is_not_made_in_a_region() -> None:
+    def make() -> tuple[Any, ...]:
+        mode = CountOps()
+
+        def fn(x: Tensor) -> Tensor:
+            with mode:
+                y = x.sin().exp()  # which saves its result
+            return (y * torch.full((4,), float(mode.ops["detach"]))).sin()
+
+        return (fn,)
+
+    for wrap in (torchs, ours(), ours(check="every"), ours(policy=policies.save_ops("sin"))):
+        assert not any(found is True for found in is_right(wrap, make))
+    assert is_right(ours(), make) == NEVER
+
+
 @shows("TorchScript")
 def test_torchscript() -> None:
     found = torch.jit.script(first_scripted)
