@@ -206,8 +206,12 @@ def _sums_of(tensor: Tensor) -> Sums | None:
     if not _is_looked_at(tensor):
         return None
     if is_any_autocast_enabled():  # it would round, and refuse to put pieces of two dtypes together
-        with torch.autocast(tensor.device.type, enabled=False):
-            return _sums_without_autocast(tensor)
+        torch.autocast_increment_nesting()  # the outermost context would drop the cache of what was cast by hand
+        try:
+            with torch.autocast(tensor.device.type, enabled=False):
+                return _sums_without_autocast(tensor)
+        finally:
+            torch.autocast_decrement_nesting()
     return _sums_without_autocast(tensor)
 
 

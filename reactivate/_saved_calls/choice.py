@@ -50,6 +50,7 @@ _QUIET_MODULES = frozenset(
         *(nn.GELU, nn.SiLU, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Softmax, nn.Identity),
     ]
 )
+_ACCESSORS = frozenset({"get", "set", "delete"})  # of attributes such as `grad`
 _BY_ARGUMENTS = COPIES | ATTENTION
 # Functions written in Python that stand for many ops: these are looked at, unless the policy saves the whole.
 _OPENED = frozenset({multi_head_attention_forward})
@@ -158,7 +159,7 @@ class Choice:
             decision = decision._replace(is_opened=True)
         elif op in _BY_ARGUMENTS and self.interest.arguments:
             decision = decision._replace(is_of_interest=True)  # which of its calls are, their arguments say
-        elif op != "get" and (ops is None or op in ops):
+        elif op not in _ACCESSORS and (ops is None or op in ops):
             decision = self._decide(decision)
         else:
             self.unmatched.seen.add(op)

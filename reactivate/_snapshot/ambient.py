@@ -169,12 +169,16 @@ def _read_autocast() -> tuple[Any, ...]:
 @contextmanager
 def _autocast(settings: tuple[Any, ...] | None) -> Iterator[None]:
     """Autocast as in `settings`, None for off, without its cache of cast weights."""
+    level = torch.autocast_increment_nesting()
     now, is_cached = _read_autocast(), torch.is_autocast_cache_enabled()
+    if settings is None and level == 1 and not any(is_enabled for _, is_enabled, _ in now):
+        torch.autocast_decrement_nesting()  # so that a context inside is the outermost, and drops its cache
+        yield
+        return
     # All threads have one cache. At the outermost level it is empty, and is dropped afterwards. Inside of an autocast that
     # is active it is that one's, with weights as they were cast at some other time, perhaps without a graph. A device's
     # thread counts levels of its own, but is told what is enabled around the backward. A recomputation that another one
     # waits for begins with an empty one too: what that had cast, it casts again.
-    level = torch.autocast_increment_nesting()
     is_inside_of_another = _recomputing.level == level - 1
     is_alone = is_inside_of_another or (level == 1 and not any(is_enabled for _, is_enabled, _ in now))
     if is_inside_of_another:

@@ -332,10 +332,10 @@ class ClassHolder(VersionedHolder):
         half = len(contents) // 2
         now = dict(vars(self.target))
         for name in now.keys() - set(contents[:half]):
-            delattr(self.target, name)
+            type.__delattr__(self.target, name)  # unseen by a metaclass
         for name, value in zip(contents[:half], contents[half:]):
             if not is_item(now.get(name, EMPTY), value):
-                setattr(self.target, name, restored(value))
+                type.__setattr__(self.target, name, restored(value))
 
     def kept_with(self, contents: Contents) -> Iterable[Any]:
         return (self.target,)  # which holds the rest

@@ -120,6 +120,12 @@ def is_installed(kind: Any) -> bool:
 
 
 @cached_by_class
+def is_dataclass(kind: Any) -> bool:
+    """Return whether objects of this class are dataclasses, without a question to its metaclass."""
+    return any("__dataclass_fields__" in vars(base) for base in kind.__mro__)
+
+
+@cached_by_class
 def is_array(kind: Any) -> bool:
     """Return whether objects of this class are arrays of NumPy's."""
     numpy = sys.modules.get("numpy")

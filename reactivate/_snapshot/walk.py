@@ -43,6 +43,7 @@ from reactivate._snapshot.kinds import (
     derived_from,
     is_array,
     is_callable,
+    is_dataclass,
     is_installed,
     is_plain,
     is_random_source,
@@ -271,7 +272,7 @@ class Walk:
 
     def _object(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
-        is_data = hasattr(kind, "__dataclass_fields__")
+        is_data = is_dataclass(kind)
         if not is_plain(kind):
             self._leave_out(value, place, "too large" if hasattr(value, "nbytes") else "not made of Python attributes")
         elif depth <= 0 and not is_data:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from reactivate._text.warnings import warn
 from reactivate._types import Policy, Site
 from reactivate.errors import UsageError
-from reactivate.policies._base import ReadyMade, interest_of, parts_of
+from reactivate.policies._base import Interest, ReadyMade, interest_of, parts_of
 from reactivate.policies._select import did_you_mean
 
 
@@ -47,6 +47,8 @@ class Unmatched:
         parts, self.parts = self.parts, []
         for part in parts:
             interest = interest_of(part)
+            if interest == Interest():  # it says what is recomputed, and that is
+                continue
             if not self.has_modules and (interest.modules or interest.paths):
                 raise UsageError(
                     f"{self.asked_by}: {part} selects modules, and the region is a function, which has none. Checkpoint the "

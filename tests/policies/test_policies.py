@@ -572,6 +572,14 @@ def test_what_matches_no_call_is_told_when_the_regions_have_run(policy: Any, mes
         model(torch.randn(2, 4))  # once
 
 
+def test_what_says_that_regions_are_recomputed_is_no_call() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reactivate.checkpoint(Model().layers[0], policy=policies.full(save=["linear"]))(
+            torch.randn(2, 4)
+        ).sum().backward()
+
+
 @pytest.mark.parametrize("policy", [policies.save_modules("up"), policies.save_ops("linear", within="up")])
 def test_modules_are_not_selected_in_a_region_that_is_a_function(policy: Any) -> None:
     block = Model().layers[0]

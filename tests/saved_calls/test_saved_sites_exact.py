@@ -325,3 +325,20 @@ def test_rrelu_by_any_name(name: str, policy: Any) -> None:
     if policy == policies.save_ops("rrelu") and name == "aten":
         pytest.skip("it goes by the same name")
     check(lambda: Case(lambda x: rrelu(x.sin() - x.exp()), (leaf(64, 64),)), policy=policy, saves_memory=False)
+
+
+def test_a_gradient_that_is_cleared_in_one_pass_only() -> None:
+    """To set an attribute is no call: there is a gradient to clear when the recomputation begins."""
+    linear, x = nn.Linear(4, 4), leaf()
+
+    def clearing(x: Tensor) -> Tensor:
+        for parameter in linear.parameters():
+            if parameter.grad is not None:
+                parameter.grad = None
+        return linear(x.exp()).sin()
+
+    out = reactivate.checkpoint(clearing, policy=own_ops)(x)
+    linear.weight.grad = torch.ones(4, 4)
+    (found,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(linear.weight.grad, torch.ones(4, 4))
+    assert torch.equal(found, torch.autograd.grad(linear(x.exp()).sin().sum(), x)[0])

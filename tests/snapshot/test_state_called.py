@@ -287,6 +287,34 @@ MODES = {"function_mode_made_inside": (CountingMode,), "dispatch_mode_made_insid
 PROGRAMS.rows(mode_made_inside, MODES, recomputations=STEPS)
 
 
+class Counted(type):
+    """Counts what is written to its classes, and refuses questions."""
+
+    writes = 0
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        type.__setattr__(Counted, "writes", Counted.writes + 1)
+
+    def __getattr__(cls, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+@PROGRAMS.right
+def metaclass_with_methods(wrap: Wrap) -> Any:
+    class Last(metaclass=Counted):
+        value = 0.0
+
+    held = Last()
+
+    def scaled(x: Tensor) -> Tensor:
+        Last.value = counted()
+        return x * Last.value if held is not None else x
+
+    before = Counted.writes
+    return trained(wrap, scaled), Counted.writes - before
+
+
 # -- what the standard library calls -----------------------------------------------------------------------------------
 
 
