@@ -11,10 +11,9 @@ from reactivate._inspect.entries import Entry, layer_of, seconds_of
 from reactivate._inspect.explanation import Explanation
 from reactivate._modules.paths import THE_MODEL, is_below
 from reactivate._region.accounts import in_words
-from reactivate._text.saving import Tabled
+from reactivate._text.saving import Tabled, check_saved, no_such
 from reactivate._text.table import Column, Row, Table
 from reactivate._text.words import alike, counted
-from reactivate.errors import UsageError
 
 VERSION = 1
 MOST_CALLS = 3  # saved calls that are named; more are counted
@@ -116,11 +115,13 @@ class Comparison(Tabled):
         """Make a comparison from what `to_json` returned.
 
         Raises:
-            UsageError: it is of another version.
+            UsageError: it is not that, or of another version.
         """
-        if value.get("version") != VERSION:
-            raise UsageError(f"A comparison of version {value.get('version')!r}; this release reads {VERSION}.")
-        return cls(Explanation.from_json(value["before"]), Explanation.from_json(value["after"]))
+        check_saved(value, "Comparison", VERSION)
+        try:
+            return cls(Explanation.from_json(value["before"]), Explanation.from_json(value["after"]))
+        except KeyError as error:
+            raise no_such("Comparison", error) from None
 
 
 def _by_layer(explanation: Explanation, layers: Mapping[str, str]) -> dict[str, list[Entry]]:

@@ -11,10 +11,9 @@ from typing import Any
 from reactivate._inspect.entries import Entry, layer_of, merged
 from reactivate._inspect.explanation_table import table_of
 from reactivate._region.accounts import in_words
-from reactivate._text.saving import Tabled
+from reactivate._text.saving import Tabled, check_saved, no_such
 from reactivate._text.table import Table
 from reactivate._text.words import counted
-from reactivate.errors import UsageError
 
 VERSION = 1
 
@@ -114,10 +113,12 @@ class Explanation(Tabled):
         """Make an explanation from what `to_json` returned.
 
         Raises:
-            UsageError: it is of another version.
+            UsageError: it is not that, or of another version.
         """
-        if value.get("version") != VERSION:
-            raise UsageError(f"An explanation of version {value.get('version')!r}; this release reads {VERSION}.")
-        regions, outside = (tuple(map(Entry.from_json, value[name])) for name in ("regions", "outside"))
-        spans = {path: tuple(members) for path, members in value.get("spans", {}).items()}
-        return cls(regions, outside, value["is_fake"], dict(value.get("layers", {})), spans)
+        check_saved(value, "Explanation", VERSION)
+        try:
+            regions, outside = (tuple(map(Entry.from_json, value[name])) for name in ("regions", "outside"))
+            spans = {path: tuple(members) for path, members in value.get("spans", {}).items()}
+            return cls(regions, outside, value["is_fake"], dict(value.get("layers", {})), spans)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise no_such("Explanation", error) from None

@@ -11,6 +11,7 @@ partial sums. So the results are those of the plain head up to rounding, not bit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -111,6 +112,10 @@ def chunked_cross_entropy(
     _check(hidden, weight, bias, targets)
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise UsageError(f"chunked_cross_entropy: chunks= takes a whole number of at least 1; got {described(chunks)}.")
+    numbers = {"label_smoothing": label_smoothing, "softcap": softcap, "z_loss": z_loss, "ignore_index": ignore_index}
+    for name, value in numbers.items():
+        if not isinstance(value, Real) and not (value is None and name == "softcap"):
+            raise UsageError(f"chunked_cross_entropy: {name}= takes a number; got {described(value)}.")
     if reduction not in ("mean", "sum", "none"):
         raise UsageError(f'chunked_cross_entropy: reduction= takes "mean", "sum" or "none"; got {reduction!r}.')
     loss = TokenLoss(ignore_index, label_smoothing, softcap, z_loss)

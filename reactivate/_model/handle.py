@@ -19,8 +19,9 @@ from reactivate._modules.paths import THE_MODEL
 from reactivate._modules.standin import Cover
 from reactivate._region.options import Options
 from reactivate._snapshot.shadows import forget_shadows
-from reactivate._text.words import counted
+from reactivate._text.words import counted, described
 from reactivate._types import Policy
+from reactivate.errors import UsageError
 from reactivate.policies._base import shortened
 
 FORWARD = "forward"
@@ -56,7 +57,15 @@ class Handle:
 
     @staticmethod
     def of(model: Module) -> Handle | None:
-        """The handle of the policy that is applied to `model`: of a copy, say. None if there is none."""
+        """The handle of the policy that is applied to `model`: of a copy, say. None if there is none.
+
+        Raises:
+            UsageError: it is no module.
+        """
+        if not isinstance(model, Module):
+            raise UsageError(
+                f"Handle.of takes the model that a policy is applied to, a module; got {described(model)}."
+            )
         found = forward_of(model)
         return None if found is None else found.applied.handle
 

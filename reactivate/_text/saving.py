@@ -3,10 +3,41 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from reactivate._text.table import Table
+from reactivate._text.words import described
+from reactivate.errors import UsageError
+
+
+def check_saved(value: Any, kind: str, version: int) -> None:
+    """See to it that `value` is what `to_json` of a plan and the like returned.
+
+    Args:
+        value: anything.
+        kind: the class, as users call it.
+        version: of what this release writes.
+
+    Raises:
+        UsageError: it is something else, or of another version.
+    """
+    if not isinstance(value, Mapping):
+        remedy = " Read text with json.loads first." if isinstance(value, (str, bytes)) else ""
+        raise UsageError(
+            f"{kind}.from_json takes what {kind}.to_json returned, a dict; got {described(value)}.{remedy}"
+        )
+    if value.get("version") != version:
+        raise UsageError(
+            f"This {kind.lower()} is of version {value.get('version')!r}; this release reads {version}. Make it again."
+        )
+
+
+def no_such(kind: str, error: Exception) -> UsageError:
+    """Return the error about a value from which no object of the class `kind` could be made."""
+    return UsageError(f"This is no {kind.lower()} as `{kind}.save` writes it: {error!r}.")
 
 
 class Saved:

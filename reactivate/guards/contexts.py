@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._backends import backends
+from reactivate._text.words import described
 from reactivate._types import Call, Guard
+from reactivate.errors import UsageError
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 _Stream = tuple[Callable[[], Any], Callable[[Any], Any]]  # how to read and write the state of a generator
@@ -31,6 +33,9 @@ class ContextPair(Guard):
             recomputation.
         keeps_random_numbers: if the contexts are dispatch modes, which may give back the results of random ops, let the
             ops after them draw the numbers of the forward pass all the same.
+
+    Raises:
+        UsageError: `make` cannot be called.
 
     Examples:
         >>> import contextlib, reactivate
@@ -54,6 +59,11 @@ class ContextPair(Guard):
     is_innermost = True  # flags that the contexts set are state that was noted before
 
     def __init__(self, make: Callable[[], Contexts], *, keeps_random_numbers: bool = True) -> None:
+        if not callable(make):
+            raise UsageError(
+                "ContextPair takes a function that returns (context of the forward, context of a recomputation), since each "
+                f"region enters contexts of its own; got {described(make)}. Write ContextPair(lambda: (..., ...))."
+            )
         self.make = make
         self._keeps_random_numbers = keeps_random_numbers
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from numbers import Integral
 from typing import Any
 from weakref import ref
 
 import torch
 
 from reactivate._backends import backends
+from reactivate._text.words import described
 from reactivate.errors import UsageError
 
 MODEL_PARALLEL = "model-parallel-rng"
@@ -37,6 +39,9 @@ def tensor_parallel_seeds(
         expert_rank: in the expert-parallel group.
         expert_tensor_rank: in the tensor-parallel group of the experts; `rank` if None.
 
+    Raises:
+        UsageError: an argument is no whole number.
+
     Source: `model_parallel_cuda_manual_seed` of megatron-core 0.16.
 
     Examples:
@@ -44,6 +49,10 @@ def tensor_parallel_seeds(
         >>> reactivate.guards.tensor_parallel_seeds(1234, rank=1)
         {'data-parallel-rng': 1234, 'model-parallel-rng': 3953, 'expert-parallel-rng': 2259}
     """
+    given = {"seed": seed, "rank": rank, "expert_rank": expert_rank, "expert_tensor_rank": expert_tensor_rank}
+    for name, value in given.items():
+        if not isinstance(value, Integral) and not (value is None and name == "expert_tensor_rank"):
+            raise UsageError(f"tensor_parallel_seeds: {name}= takes a whole number; got {described(value)}.")
     expert_tensor_rank = rank if expert_tensor_rank is None else expert_tensor_rank
     return {
         DATA_PARALLEL: seed,
@@ -142,8 +151,12 @@ class RngTracker:
         """Set all streams to what `get_states` gave.
 
         Raises:
-            UsageError: inside of a fork of a stream that is not among them.
+            UsageError: they are something else; or inside of a fork of a stream that is not among them.
         """
+        if not isinstance(states, Mapping) or not all(
+            isinstance(one, Mapping) and "seed" in one for one in states.values()
+        ):
+            raise UsageError(f"set_states takes what get_states returned, a dict of streams; got {described(states)}.")
         if self._current is not None and self._current not in states:
             raise UsageError(f"set_states is inside of fork({self._current!r}), and has no state of that stream.")
         self._states = deepcopy(dict(states))

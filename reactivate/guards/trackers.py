@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from reactivate._snapshot.state_lock import STATE_LOCK, Scope
+from reactivate._text.words import described
 from reactivate._torch.modes import is_same_state
 from reactivate._types import Call, Guard
+from reactivate.errors import UsageError
 from reactivate.guards._base import Rewound
 
 _CURRENT = "_current_state_name"
@@ -42,6 +44,9 @@ class TrackerGuard(Guard):
         tracker: the tracker, or a function that returns it: Megatron's `get_cuda_rng_tracker`, TransformerEngine's
             `CudaRNGStatesTracker`. `guards.RngTracker` needs no guard: the default ones know it.
 
+    Raises:
+        UsageError: it is neither.
+
     Examples:
         >>> import reactivate
         >>> class Tracker:
@@ -58,6 +63,11 @@ class TrackerGuard(Guard):
     name = "trackers"
 
     def __init__(self, tracker: Tracker | Callable[[], Tracker]) -> None:
+        if not callable(tracker) and not hasattr(tracker, "get_states"):
+            raise UsageError(
+                "TrackerGuard takes a tracker, an object with `get_states` and `set_states`, or a function that returns one; "
+                f"got {described(tracker)}."
+            )
         self._tracker = tracker
         self._known: Any = None
 

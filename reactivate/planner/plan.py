@@ -21,7 +21,8 @@ from reactivate import storage as storages
 from reactivate._modules.paths import THE_MODEL
 from reactivate._modules.spans import span_at
 from reactivate._region.accounts import in_words
-from reactivate._text.saving import Saved
+from reactivate._text.saving import Saved, check_saved, no_such
+from reactivate._text.words import described
 from reactivate._types import Action, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.planner.budget import parse
@@ -177,14 +178,13 @@ class Plan(PlanContents, OfPlanner, Saved):
         Raises:
             UsageError: it is not that, or of another version; or the storages are others than those of the plan.
         """
-        if value.get("version") != VERSION:
-            raise UsageError(f"A plan of version {value.get('version')!r}; this release reads {VERSION}. Plan again.")
+        check_saved(value, "Plan", VERSION)
         given = storages_in(storage)
         try:
             contents = _fields_of(PlanContents, value)
             return cls(**contents, live=_live(contents.get("storages", ()), given))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"This is no plan as `Plan.save` writes it: {error!r}.") from None
+            raise no_such("Plan", error) from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], storage: Storage | Iterable[Storage] | None = None) -> Plan:
@@ -198,6 +198,8 @@ class Plan(PlanContents, OfPlanner, Saved):
             UsageError: there is no such file, it is no plan, or of another version; or the storages are others than those
                 of the plan.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise UsageError(f"Plan.load takes the path of a file that Plan.save wrote; got {described(path)}.")
         try:
             value = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

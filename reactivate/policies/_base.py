@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from torch.nn import Module
 
 from reactivate._text.words import described, nearest
-from reactivate._types import DEVICE, Action, Policy, Site
+from reactivate._types import DEVICE, Action, Policy, Save, Site
 from reactivate.errors import UsageError
 
 
@@ -145,10 +145,13 @@ def answer_of(policy: Policy, site: Site) -> Action | None:
     """Ask a policy about a site.
 
     Raises:
-        UsageError: it returns something else than an action or None.
+        UsageError: it returns something else than an action or None, or an action with a storage that is none.
     """
     action = policy(site)
     if action is None or isinstance(action, _ACTIONS):
+        storage = action.storage if isinstance(action, Save) else getattr(action, "inputs", DEVICE)
+        if storage is not DEVICE:
+            check_storage(storage, f"The action {action!r} that {_name_of(policy)} returned")
         return action
     is_asked = callable(action) and not isinstance(action, type)
     remedy = " To answer as another policy does, return policy(site)." if is_asked else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from reactivate._text.keywords import refuse_unknown
@@ -52,7 +52,7 @@ def full(*, save: Sequence[str] = (), inputs: Storage = DEVICE) -> ReadyMade:
         first_match(save_ops('linear'), save('attention'), full())
     """
     check_storage(inputs, "full(inputs=...)")
-    if isinstance(save, str) or not all(isinstance(name, str) for name in save):
+    if isinstance(save, str) or not isinstance(save, Iterable) or not all(isinstance(name, str) for name in save):
         raise UsageError(f"full(save=...) takes a list of names of ops and kinds of calls; got {save!r}.")
     kinds, ops = [name for name in save if name in KINDS], [name for name in save if name not in KINDS]
     kept = [*([save_ops(*ops)] if ops else []), *([save_kinds(*kinds)] if kinds else [])]

@@ -191,7 +191,7 @@ def save(*kinds: str, within: str | tuple[str, ...] = (), storage: Storage = DEV
         >>> "scaled_dot_product_attention" in policy.ops, "topk" in policy.ops
         (True, True)
     """
-    wrong = [kind for kind in kinds if kind not in KINDS]
+    wrong = [kind for kind in kinds if not isinstance(kind, str) or kind not in KINDS]
     if wrong or not kinds:
         found = f"{wrong[0]!r} is none" if wrong else "none is given"
         raise UsageError(

@@ -19,7 +19,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from reactivate._text.words import described
 from reactivate._types import Storage
+from reactivate.errors import UsageError
 from reactivate.storage import samples
 from reactivate.storage.samples import Look
 
@@ -266,10 +268,16 @@ def check(make_storage: MakeStorage, device: str = "cpu") -> None:
 
     Raises:
         AssertionError: it has not; the message names the property, and what was found.
+        UsageError: `make_storage` cannot be called.
 
     Examples:
         >>> import reactivate
         >>> reactivate.storage.contract.check(lambda: reactivate.storage.Host(least_bytes=0))
     """
+    if not callable(make_storage):
+        raise UsageError(
+            "contract.check takes a function that makes a storage, which it calls once for each property; got "
+            f"{described(make_storage)}. Write contract.check(lambda: YourStorage(...))."
+        )
     for one in CHECKS:
         one(make_storage, device)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from oracle import assert_bitwise
 from ranks import errors_of, listed
+from several import each
 from streams_cases import CASES
 from torch import Tensor
 from tracker_of_megatron import CpuRngStatesTracker, GraphSafeTracker
@@ -26,7 +27,7 @@ from reactivate import policies
 from reactivate._snapshot.generators import python_stream, torch_stream
 from reactivate._snapshot.random_streams import STREAMS
 from reactivate.errors import UsageError
-from reactivate.guards import DEFAULT, RngTracker, TrackerGuard, tensor_parallel_seeds
+from reactivate.guards import DEFAULT, ContextPair, RngTracker, TrackerGuard, tensor_parallel_seeds
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -412,3 +413,21 @@ def test_numpy_that_is_imported_between_two_regions(monkeypatch: pytest.MonkeyPa
         assert STREAMS.lacks_numpy
     assert torch.equal(gradient(reactivate.checkpoint(fn)), plain)
     assert not STREAMS.lacks_numpy
+
+
+@each(
+    ("make", "words"),
+    [
+        (lambda: ContextPair(None), "takes a function that returns .*; got None"),
+        (lambda: ContextPair((nullcontext(), nullcontext())), r"got a tuple of 2\. Write ContextPair\(lambda: "),
+        (lambda: TrackerGuard(3), "takes a tracker, .* or a function that returns one; got 3"),
+        (lambda: RngTracker().set_states(3), "takes what get_states returned, a dict of streams; got 3"),
+        (lambda: RngTracker().set_states({"dropout": 3}), "got a dict of 1"),
+        (lambda: tensor_parallel_seeds("x", 0), "seed= takes a whole number; got 'x'"),
+        (lambda: tensor_parallel_seeds(1, 0, expert_rank=None), "expert_rank= takes a whole number; got None"),
+    ],
+)
+def test_wrong_values_are_refused_in_words(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        make()
+    assert tensor_parallel_seeds(numpy.int64(1), rank=0) == tensor_parallel_seeds(1, rank=0, expert_tensor_rank=0)

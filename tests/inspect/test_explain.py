@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import reactivate
+from reactivate._inspect.comparison import Comparison
 from reactivate._inspect.explain import explain
 from reactivate._inspect.explanation import Entry, Explanation
 from reactivate._passes.observing import observed_by
@@ -502,9 +503,22 @@ def test_json_round_trip(name: str) -> None:
     assert Explanation.from_json(json.loads(text)) == explanation
 
 
-def test_json_of_another_version_is_refused() -> None:
-    with pytest.raises(UsageError, match="version 99"):
-        Explanation.from_json({"version": 99})
+@each(
+    ("value", "words"),
+    [
+        ({"version": 99}, "version 99"),
+        (
+            '{"version": 1}',
+            r"from_json takes what \w+\.to_json returned, a dict; got '.*'. Read text with json.loads first",
+        ),
+        (None, "got None"),
+        ({"version": 1}, "This is no (explanation|comparison) as"),
+    ],
+)
+def test_what_is_no_json_of_it_is_refused(value: Any, words: str) -> None:
+    for kind in (Explanation, Comparison):
+        with pytest.raises(UsageError, match=words):
+            kind.from_json(value)
 
 
 def test_the_table() -> None:

@@ -193,6 +193,8 @@ REFUSED = {
     "bias": (lambda h, w, t: ((h, w, t), {"bias": h}), "bias= takes a tensor of shape"),
     "chunks": (lambda h, w, t: ((h, w, t), {"chunks": 0}), "chunks= takes a whole number"),
     "reduction": (lambda h, w, t: ((h, w, t), {"reduction": "max"}), '"mean", "sum" or "none"'),
+    "softcap": (lambda h, w, t: ((h, w, t), {"softcap": "x"}), "softcap= takes a number; got 'x'"),
+    "z_loss": (lambda h, w, t: ((h, w, t), {"z_loss": None}), "z_loss= takes a number; got None"),
     "unknown": (lambda h, w, t: ((h, w, t), {"chunk": 2}), "Did you mean 'chunks'"),
 }
 

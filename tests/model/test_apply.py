@@ -407,3 +407,8 @@ def test_verify_with_a_policy_leaves_the_applied_one() -> None:
     assert verdict and verdict.regions == 2
     assert reactivate.Handle.of(model) is handle and model.layers[0].forward is forward
     assert reactivate.verify(model, torch.randn(8, WIDTH)).regions == 4
+
+
+def test_the_handle_of_what_is_no_model_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"Handle\.of takes the model .*; got None"):
+        reactivate.Handle.of(None)  # type: ignore[arg-type]

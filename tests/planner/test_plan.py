@@ -603,6 +603,10 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
         Plan.load(path)
     with pytest.raises(UsageError, match="cannot be read"):
         Plan.load(tmp_path / "missing.json")
+    with pytest.raises(UsageError, match="takes the path of a file that Plan.save wrote; got None"):
+        Plan.load(None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="what Plan.to_json returned, a dict; got"):
+        Plan.from_json(text)  # type: ignore[arg-type]
 
 
 def test_a_plan_for_another_model_is_refused(three_blocks: tuple[Case, Plan]) -> None:

@@ -254,6 +254,8 @@ def test_collectives_are_a_kind() -> None:
     assert "_c10d_functional.all_to_all_single" in ops and "_c10d_functional.reduce_scatter_tensor" in ops
     with pytest.raises(UsageError, match=r"'attention', 'routing', 'collectives'; 'attn' is none"):
         policies.save("attn")
+    with pytest.raises(UsageError, match=r"\['attention'\] is none"):
+        policies.save(["attention"])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="none is given"):
         policies.save()
 
@@ -262,7 +264,7 @@ def test_full_but_for_some_results() -> None:
     saving = policies.full(save=["linear", "attention"])
     assert saving == policies.first_match(policies.save_ops("linear"), policies.save("attention"), policies.full())
     assert policies.full(save=[]) == policies.full()
-    for wrong in ("linear", [3]):
+    for wrong in ("linear", [3], 3):
         with pytest.raises(UsageError, match=r"full\(save=\.\.\.\) takes a list"):
             policies.full(save=wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="Did you mean 'linear'"):
@@ -461,6 +463,17 @@ def test_an_answer_that_is_no_action_is_refused(answer: Any, combine: Any) -> No
     asked = combine(lambda site: answer if site.op == "linear" else None)
     region = reactivate.checkpoint(lambda x: F.linear(x, x).sin(), policy=asked)
     with pytest.raises(UsageError, match="returned .* for a call of 'linear' in the model itself"):
+        region(torch.rand(4, 4, requires_grad=True))
+
+
+def test_an_action_with_a_storage_that_is_none_is_refused() -> None:
+    """Of a module by `apply`, and of a call by the forward: otherwise the engine would find it, or nobody."""
+    words = r"The action .*'host'.* that .*<lambda> returned takes a storage, an object with `save` and `load`.*; got 'host'"
+    wrong: Any = "host"
+    with pytest.raises(UsageError, match=words):
+        reactivate.apply(Model(2), lambda site: None if site.block is None else Recompute(wrong))
+    region = reactivate.checkpoint(lambda x: F.linear(x, x).sin(), policy=lambda site: Save(wrong) if site.op else None)
+    with pytest.raises(UsageError, match=words):
         region(torch.rand(4, 4, requires_grad=True))
 
 

@@ -12,6 +12,7 @@ from several import each
 from torch import Tensor
 
 import reactivate
+from reactivate.errors import UsageError
 from reactivate.storage import Device, Disk, Host, contract
 from reactivate.storage.moved import Moved, Mover, Piece
 from reactivate.storage.placement import Extent, Memory
@@ -276,3 +277,8 @@ def test_without_numbers_of_the_programs() -> None:
     before = torch.get_rng_state()
     contract.check(reactivate.storage.Device)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_storage_in_the_place_of_what_makes_one_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"takes a function that makes a storage.*; got .*Host.*lambda"):
+        contract.check(Host())  # type: ignore[arg-type]
