@@ -70,6 +70,9 @@ _MODULES = {
     "verify": "_inspect.verify",
 }
 
+# Rooms whose classes functions return, and which the reference names.
+_ROOMS = ("planner", "report")
+
 
 if not TYPE_CHECKING:  # to which a module with a `__getattr__` has every name
 
@@ -79,6 +82,8 @@ if not TYPE_CHECKING:  # to which a module with a `__getattr__` has every name
             # Bound here, so that this function runs once for each name.
             value = globals()[name] = getattr(module, name) if name in _MODULES else module
             return value
+        if name in _ROOMS:
+            return import_module(f"reactivate.{name}")
         if name.startswith("__"):
             raise AttributeError(f"reactivate has no {name!r}.")
         if name in import_module("reactivate.policies").__all__:

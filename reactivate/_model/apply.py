@@ -41,6 +41,7 @@ def apply(
 
     If `apply` is called again with an equal policy and the same options, it returns the handle that the model has and
     changes nothing. So it may stand in a hook that a trainer calls more than once, as Lightning calls `configure_model`.
+    A policy that selects nothing of the model, such as `none()`, is not found there again: each call returns a new handle.
 
     Args:
         model: changed in place, until `Handle.remove`.
@@ -57,7 +58,7 @@ def apply(
 
     Raises:
         UsageError: another policy is applied to the model already, and `replace` is not set; or a part of this one matches
-            no module. (A part that selects ops or names is looked at when every region has run: then the forward raises.)
+            no module. (A part that selects ops or names is looked at when every region has run: then there is a warning.)
 
     Examples:
         >>> import torch, reactivate

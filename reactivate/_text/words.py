@@ -44,7 +44,6 @@ RENAMED = {
     "determinism": "check",
     "guard_memory": "retry_on_oom",
     "recipe": "integrations.recipe",
-    "report": "Plan.save",
 }
 """Names before the first release, and those of today: errors say them."""
 

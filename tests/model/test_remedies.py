@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
+import subprocess
+import sys
 from collections import UserDict
 from collections.abc import Callable
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -158,7 +162,7 @@ def test_an_older_name_says_the_newer() -> None:
     with pytest.raises(AttributeError, match=r"no 'guard_memory'\. It is called 'retry_on_oom' now"):
         reactivate.guard_memory
     for name, now in RENAMED.items():
-        if name not in ("determinism", "report"):  # an option; a room that may have been imported
+        if name != "determinism":  # an option
             with pytest.raises(AttributeError, match=f"It is called '{now}' now"):
                 getattr(reactivate, name)
             assert resolve_name(f"reactivate.{now}") is not None
@@ -166,6 +170,38 @@ def test_an_older_name_says_the_newer() -> None:
         reactivate.checkpoint(squashed, determinism="values")
     with pytest.raises(UsageError, match=r"determinism=\. It is called 'check' now"):
         reactivate.apply(Model(), policies.full(), determinism="values")
+
+
+EACH_ALONE = """
+import os, sys, torch, reactivate
+for name in sys.argv[1:]:
+    if not os.fork():
+        try:
+            if name.startswith("planner."):
+                reactivate.report  # it brings in a part of that room
+            eval(f"reactivate.{name}")
+        except AttributeError as error:
+            print(name, error, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_a_name_on_the_pages_is_there_after_the_import_of_the_package() -> None:
+    """In a program that has imported nothing else: what one name says must not lead to another that is not there."""
+    docs = Path(__file__).parents[2] / "docs"
+    reference, migration = ((docs / page).read_text(encoding="utf-8") for page in ("reference.md", "migration.md"))
+    names = re.findall(r"^::: reactivate\.(\S+)", reference, re.MULTILINE)
+    names += [name for name in re.findall(r"`reactivate\.([\w.]+)", migration) if name not in RENAMED]
+    names += [now for name, now in RENAMED.items() if name != "determinism"]
+    run = subprocess.run([sys.executable, "-c", EACH_ALONE, *names], capture_output=True, text=True, check=True)
+    assert len(names) > 30 and not run.stdout, run.stdout
+
+
+def test_a_policy_that_selects_nothing_is_not_found_again() -> None:
+    model = Model()
+    assert reactivate.apply(model, policies.none()) is not reactivate.apply(model, policies.none())
+    assert reactivate.Handle.of(model) is None
 
 
 def test_the_names_on_one_screen() -> None:
