@@ -466,13 +466,13 @@ def test_a_weak_table_that_loses_entries_while_it_is_looked_at() -> None:
     class Key:
         pass
 
-    class Losing(type):
-        def __getattr__(cls, name: str) -> Any:
-            keys.clear()  # as the collector would: asking a class for a name it has not is what runs here
-            raise AttributeError(name)
-
-    class Value(metaclass=Losing):
+    class Value:
         scale = 2.0
+
+        @property
+        def __dict__(self) -> Any:
+            keys.clear()  # as the collector would: asking for the attributes is what runs here
+            raise AttributeError
 
     keys, kept = [Key() for _ in range(9)], Key()
     table = WeakKeyDictionary({key: Value() for key in (kept, *keys)})
