@@ -80,11 +80,19 @@ class StandIn(Placed):
         return call
 
     @classmethod
-    def enter(cls, module: Module, call: Callable[..., Any]) -> StandIn:
+    def leave_any(cls, module: Module) -> None:
+        """Forget what this thread has asked for of `module`, if `enter` came that far and no call has taken it."""
+        placed = module.__dict__.get(NAME)
+        while isinstance(placed, Placed) and not isinstance(placed, cls):
+            placed = placed.hidden
+        if isinstance(placed, cls):
+            placed.leave()
+
+    @classmethod
+    def enter(cls, module: Module, call: Callable[..., Any]) -> None:
         """Let the next call of `module.forward` on this thread be `call(forward, args, kwargs)`."""
         with changing:
             stand_in = module.__dict__.get(NAME)
             if not isinstance(stand_in, cls):
                 stand_in = module.__dict__[NAME] = cls(module)
             stand_in._calls[get_ident()] = call
-        return stand_in

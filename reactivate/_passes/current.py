@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
 from reactivate._snapshot.region_calls import RegionCall, handed_out
 
@@ -13,8 +14,6 @@ Running = tuple[RegionCall, int, bool]
 _here: ContextVar[Running | None] = ContextVar("reactivate.current_region", default=None)
 running_now: Callable[[], Running | None] = _here.get
 """Return the region that is running, and how many regions have begun inside of it by now."""
-leave_region: Callable[[Running | None], object] = _here.set
-"""The forward is over: the region around it runs."""
 
 
 def is_recomputing() -> bool:
@@ -68,17 +67,30 @@ def current_region() -> RegionCall | None:
     return here[0]
 
 
-def enter_region() -> tuple[RegionCall, Running | None]:
-    """A forward begins: return the identity of its region, and what `leave_region` takes."""
-    here = _here.get()
+NOT_ENTERED: Any = object()
+"""What the `outer` of a region is before its forward begins, and when it is over."""
+
+
+def enter_region(record: Any) -> None:
+    """A forward begins: give `record` its `identity`, and as `outer` what `leave_region` takes.
+
+    The record has both before the forward is what runs here, so that an interrupt at any moment leaves who can leave it.
+    """
+    here, is_again = _here.get(), False
     if here is None:
-        region = RegionCall()
-        _here.set((region, 0, False))
+        record.identity = RegionCall()
     else:
         outer, index, is_again = here
-        region, here = outer.inner(index), (outer, index + 1, is_again)
-        _here.set((region, 0, is_again))
-    return region, here
+        record.identity, here = outer.inner(index), (outer, index + 1, is_again)
+    record.outer = here
+    _here.set((record.identity, 0, is_again))
+
+
+def leave_region(record: Any) -> None:
+    """The forward of `record` is over, if it has begun and is not over yet."""
+    if record.outer is not NOT_ENTERED:
+        _here.set(record.outer)
+        record.outer = NOT_ENTERED
 
 
 def go_on_at(place: Running) -> None:

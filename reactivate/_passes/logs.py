@@ -54,5 +54,13 @@ def unseen(function: Callable[..., Any], *args: Any) -> Any:
         replace_dispatch_modes(())
         return function(*args)
     finally:
-        replace_dispatch_modes(dispatching)
-        replace_function_modes(modes)
+        try:
+            _put_back(modes, dispatching)
+        except BaseException:  # an interrupt
+            _put_back(modes, dispatching)
+            raise
+
+
+def _put_back(modes: tuple[Any, ...], dispatching: tuple[Any, ...]) -> None:
+    replace_dispatch_modes(dispatching)
+    replace_function_modes(modes)

@@ -18,8 +18,15 @@ import torch
 from torch import Tag, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from reactivate._passes.logs import unseen
 from reactivate._passes.places import CodeLocation, line_of, user_frame_inside
-from reactivate._torch.modes import STAND_INS, dispatch_modes, replace_dispatch_modes, run_unseen
+from reactivate._torch.modes import (
+    STAND_INS,
+    dispatch_modes,
+    is_dispatch_mode_active,
+    leave_dispatch_modes,
+    run_unseen,
+)
 from reactivate._torch.ops import call_counted, is_view, leaves_at_op, written_arguments
 from reactivate._xla.fence import fences
 
@@ -78,6 +85,11 @@ class OpLog(TorchDispatchMode):
                 return function(*args, **kwargs)
 
         return logged
+
+    def leave(self) -> None:
+        """End the context, if it is open."""
+        while any(mode is self for mode in dispatch_modes()):
+            leave_dispatch_modes(is_dispatch_mode_active() - 1)
 
     def unseen(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, without its ops written down: they are not the user's."""
@@ -163,13 +175,9 @@ def _sites_of(recomputation: list[LoggedOp], forward: list[LoggedOp]) -> Iterato
 
 def _results_unseen(result: Any, func: Any) -> tuple[Any, ...]:
     """Take the checksums of results, unseen by a log around this one, which would take checksums of the checksum's ops."""
-    outer = dispatch_modes()
-    replace_dispatch_modes(())
-    try:
-        name = func.overloadpacket.__name__
-        return tuple(_results(result, name, is_view(func) or name in _UNINITIALIZED))
-    finally:
-        replace_dispatch_modes(outer)
+    name = func.overloadpacket.__name__
+    found: tuple[Any, ...] = unseen(tuple, _results(result, name, is_view(func) or name in _UNINITIALIZED))
+    return found
 
 
 def _results(result: Any, op: str, has_no_values: bool) -> Iterator[tuple[torch.Size, torch.dtype, int]]:

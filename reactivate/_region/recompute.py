@@ -106,11 +106,11 @@ def _recompute_for_more(region: Region, gradient: Tensor | None) -> Tensor | Non
 
 def _recompute(region: Region, behind: FencedRecomputation | None = None) -> None:
     """Run the function with the arguments and in the state of the forward."""
-    enter_recomputation(region.identity)
     was_enabled = is_grad_enabled()
-    set_grad_enabled(True)
     entered: list[Any] = []  # contexts, the outermost first; an `ExitStack` would cost microseconds
-    try:
+    try:  # around all that is set: an interrupt may come at any moment
+        enter_recomputation(region.identity)
+        set_grad_enabled(True)
         if is_batched():
             _enter(unbatched(), entered)
         hide_graphs(region)
@@ -300,8 +300,8 @@ def _run_again(
     if not region.is_ordinary:
         _run_for_more(region, matching, fn, args, kwargs, behind)
         return
-    push_saved_tensor_hooks(matching.pack, matching.unpack_in_forward if region.is_in_forward else same)
     try:
+        push_saved_tensor_hooks(matching.pack, matching.unpack_in_forward if region.is_in_forward else same)
         fn(*args, **kwargs)
         matching.finish()
     except BaseException as error:
@@ -328,13 +328,13 @@ def _run_for_more(
     choice = region.options.choice
     log = None if choice is None else RecomputationLog(region, choice, matching, behind)
     pack = matching.pack if matching.check is None else matching.pack_checked
-    push_saved_tensor_hooks(pack, matching.unpack_in_forward if region.is_in_forward else same)
-    if log is not None:
-        log.open()
     proof = None if region.is_in_forward else region.proof
     is_proved = proof is None or proof.is_settled
     may_stop = is_proved or (matching.check is not None and matching.stops)  # what it saves is the proof: see `compare`
     try:
+        push_saved_tensor_hooks(pack, matching.unpack_in_forward if region.is_in_forward else same)
+        if log is not None:
+            log.open()
         result = fn(*args, **kwargs)
         matching.finish()
         if matching.check is not None:
@@ -351,12 +351,20 @@ def _run_for_more(
         if matching.check is not None:
             _note_end(region, matching.check)
     finally:
-        if log is not None:
-            log.close()
         pop_saved_tensor_hooks()
+        if log is not None:
+            _close(log)
         matching.let_go()
     if proof is not None and not is_proved:
         raise disproved(region, proof)
+
+
+def _close(log: RecomputationLog) -> None:
+    try:
+        log.close()
+    except BaseException:  # an interrupt: what is open yet
+        log.close()
+        raise
 
 
 calls_regions(_run_again.__code__)

@@ -24,7 +24,7 @@ from weakref import ref
 from torch import Tensor
 
 from reactivate._passes.check import BitsBefore, Check
-from reactivate._passes.current import Running, enter_region, leave_region
+from reactivate._passes.current import NOT_ENTERED, Running, enter_region, leave_region
 from reactivate._passes.observing import keeping_for, observers, tell
 from reactivate._passes.oplog import OpLog
 from reactivate._passes.places import SavePlace, are_known, remember, user_frame
@@ -57,6 +57,7 @@ from reactivate._torch.autograd import (
     next_node_number,
     not_a_users_hook,
     on_backward_end,
+    pop_hooks_of,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     users_hooks,
@@ -124,7 +125,6 @@ class Region:
     call: Call | None
     context: Context
     identity: RegionCall
-    outer: Running | None
     moment: Moment
     inputs: Sequence[Input]
     cells: Sequence[Any]
@@ -134,6 +134,7 @@ class Region:
     script_graph: Any
     entries: Any
     snapshots: list[Any]
+    outer: Running | None = NOT_ENTERED
     # What most regions do not have:
     reached: ReachedModules | None = None
     is_ordinary = True
@@ -184,18 +185,13 @@ class Region:
         self.script_graph = last_script_graph()
         tree = call.tree if options.restores_modules else None
         self.moment = Moment(call.holders, call.tensors, call.arguments(), tree, call.may_write_unseen)
-        self.identity, self.outer = enter_region()
         self.tokens = tokens = []
-        try:
-            if call.is_large and options.restores_modules:
-                self.is_ordinary = False
-                self.reached = ReachedModules(call.roots, call.may_write_unseen)
-            for before in options.befores:
-                tokens.append(before(call))
-        except BaseException as error:
-            leave_region(self.outer)
-            self._close_guards(error)
-            raise
+        enter_region(self)
+        if call.is_large and options.restores_modules:
+            self.is_ordinary = False
+            self.reached = ReachedModules(call.roots, call.may_write_unseen)
+        for before in options.befores:
+            tokens.append(before(call))
         is_compared = is_due(call, options.check, options.choice)
         pack: Any = self.pack
         if is_compared or observers or not options.are_ordinary or fences() or not self.is_ordinary:
@@ -240,7 +236,7 @@ class Region:
         if self.forward_log is not None:
             self.forward_log.close()
         if self.log is not None:
-            self.log.__exit__(None, None, None)
+            self.log.leave()
 
     @not_a_users_hook
     def pack(self, tensor: Tensor, frame: FrameType | None = None) -> int:
@@ -354,19 +350,22 @@ class Region:
             self.forward_log.rerun_all("the region writes to a tensor of which there is no copy", keeps=True)
 
     def fail(self, error: BaseException) -> None:
-        """End a forward that has raised: what it has done up to there stays, as without a region."""
+        """End a forward that has raised: what it has done up to there stays, as without a region.
+
+        An interrupt may come at any moment, also in `begin` and `end`: so all that is open is closed, and nothing else.
+        """
+        close_checkpoints_within(error)
         self._close_logs()
         if self.forward_log is not None:
             self.forward_log.give_up()
             self.forward_log = None
-        close_checkpoints_within(error)
-        self._pop_hooks()
+        leave_region(self)
+        pop_hooks_of(self)
         self._close_guards(error)
         note_shortage(error, Region)
 
     def _pop_hooks(self) -> None:
-        leave_region(self.outer)  # whatever guards do next, and if one fails
-        self.outer = None
+        leave_region(self)  # whatever guards do next, and if one fails
         if asks_for_users_hooks:
             forget_users_hooks()
         pop_saved_tensor_hooks()
@@ -374,9 +373,10 @@ class Region:
     def _close_guards(self, error: BaseException | None) -> None:
         if self.reached is not None:
             self.reached.finish()
-        if self.options.has_leaving and self.tokens:
+        if self.tokens and self.options.has_leaving:
+            tokens, self.tokens = self.tokens, []
             with ExitStack() as stack:  # the last one first, and all of them, also if one fails
-                for guard, token in zip(self.options.asked, self.tokens):
+                for guard, token in zip(self.options.asked, tokens):
                     stack.callback(guard.leave, token, error)
 
     def take_snapshots(self) -> list[Any]:

@@ -29,15 +29,14 @@ def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
         with set_aside():
             return run(fn, args, kwargs, options)
     region = Region()
-    plainly = region.begin(fn, args, kwargs, options)
-    if plainly is not None:
-        return plainly(fn, args, kwargs)
-    try:
-        result = fn(*args, **kwargs)
+    try:  # around all of it: an interrupt may come at any moment
+        plainly = region.begin(fn, args, kwargs, options)
+        if plainly is None:
+            return region.end(fn(*args, **kwargs))
     except BaseException as error:
         region.fail(error)
         raise
-    return region.end(result)
+    return plainly(fn, args, kwargs)
 
 
 leave_to_eager(run.__code__)
@@ -48,11 +47,11 @@ def run_module(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], op
     """Run a module with the region inside of its hooks, so that these run once (Rule 21)."""
     if not has_hooks(module) or not is_grad_enabled():
         return run(module, args, kwargs, options)
-    stand_in = StandIn.enter(module, functools.partial(run, options=options))
     try:
+        StandIn.enter(module, functools.partial(run, options=options))
         return module(*args, **kwargs)
     finally:
-        stand_in.leave()
+        StandIn.leave_any(module)
 
 
 def runner_of(fn: Any) -> tuple[Runner, Any]:

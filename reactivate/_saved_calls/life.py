@@ -44,6 +44,7 @@ from reactivate._torch.autograd import (
     innermost_pack_hook,
     is_forward_mode_active,
     next_node_number,
+    pop_hooks_of,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
 )
@@ -156,19 +157,20 @@ class ForwardLog(Log):
         if call.saved_call.reason is not None:
             return self.run_again(fn, args, kwargs)
         region = self.region
-        push_saved_tensor_hooks(call.pack, region.unpack_slot)
-        self.is_inside = True
         try:
+            push_saved_tensor_hooks(call.pack, region.unpack_slot)
+            self.is_inside = True
             result = fn(*args, **kwargs)
+            pop_saved_tensor_hooks()
         except BaseException as error:
             close_checkpoints_within(error)
             # The region may catch it, and the calls inside of this one have no numbers.
             call.saved_call.reason = _RAISED
+            pop_hooks_of(call)
             self.finish(call, None, None)
             raise
         finally:
             self.is_inside = False
-            pop_saved_tensor_hooks()
         if is_seen():
             unseen(call.returned)
         else:

@@ -24,7 +24,7 @@ from reactivate._saved_calls.choice import CallDecision, Choice
 from reactivate._saved_calls.functions import intercept, release
 from reactivate._snapshot.held import ATOMS
 from reactivate._torch.dynamo import COMPILED_CODE, compiled_code_is_shown
-from reactivate._torch.modes import pop_function_mode, push_function_mode
+from reactivate._torch.modes import function_modes, pop_function_mode, push_function_mode, replace_function_modes
 
 SeenModule = tuple[Module, str, "CallDecision | None"]
 
@@ -61,6 +61,8 @@ class Log:
         self._seen = {id(module): (path, decision) for module, path, decision in self.modules}
         interest = choice.interest.ops
         self._shows_compiled = interest is None or COMPILED_CODE in interest
+        self._is_showing = False
+        self._stand_ins: list[SeenForward] = []
         self._mode: _LoggingMode | None = _LoggingMode(self, choice) if choice.sees_functions else None
 
     @property
@@ -70,24 +72,31 @@ class Log:
 
     def open(self) -> None:
         """From here on, calls on this thread go to this log."""
-        self._stand_ins = [SeenForward.enter(module) for module, *_ in self.modules]
-        self._token = log_of_calls.set(self)
+        for module, *_ in self.modules:
+            SeenForward.enter(module, self._stand_ins)
+        log_of_calls.set(self)  # there is none: `run` sets that of a region around this one aside
         if self._mode is not None:
             if self._shows_compiled:
+                self._is_showing = True
                 compiled_code_is_shown.begin()
             push_function_mode(self._mode)
 
     def close(self) -> None:
-        """End what `open` began."""
-        for stand_in in self._stand_ins:
-            stand_in.leave()
-        self._stand_ins.clear()
+        """End what `open` began, as far as it came, and what an interrupted `close` has not ended."""
+        if log_of_calls.get() is self:
+            log_of_calls.set(None)
+        while self._stand_ins:
+            self._stand_ins[-1].leave(self._stand_ins)
         if self._mode is not None:
-            pop_function_mode()
-            if self._shows_compiled:
-                compiled_code_is_shown.end()
+            modes = function_modes()
+            if modes and modes[-1] is self._mode:
+                pop_function_mode()
+            elif any(mode is self._mode for mode in modes):  # one that the function has entered is still there
+                replace_function_modes(tuple(mode for mode in modes if mode is not self._mode))
             self._mode = None  # which knows the log: a cycle would hold the region until the collector runs (Rule 2)
-        log_of_calls.reset(self._token)
+        if self._is_showing:
+            self._is_showing = False
+            compiled_code_is_shown.end()
         self.is_inside = True  # nothing more is looked at, in contexts that were copied while it was open
 
     def call(self, decision: CallDecision, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -204,22 +213,23 @@ class SeenForward(Placed):
             self._forward(*args, **kwargs) if log is None else log.call_module(self._key, self._forward, args, kwargs)
         )
 
-    def leave(self) -> None:
-        """One log less needs it."""
+    def leave(self, entered: list[SeenForward]) -> None:
+        """One log less needs it: it is the last one of those that the log has `entered`, until that is done."""
         with changing:
-            self._users -= 1
-            if not self._users:
+            if self._users == 1:
                 self.give_way()
+            self._users -= 1
+            entered.pop()
 
     @classmethod
-    def enter(cls, module: Module) -> SeenForward:
-        """Stand in for `module`, once for all logs that need it."""
+    def enter(cls, module: Module, entered: list[SeenForward]) -> None:
+        """Stand in for `module`, once for all logs that need it; it is added to those that a log has `entered`."""
         with changing:
             placed = module.__dict__.get(NAME)
             if not isinstance(placed, cls):
                 placed = module.__dict__[NAME] = cls(module)
             placed._users += 1
-        return placed
+            entered.append(placed)
 
 
 def objects_in(args: Any, kwargs: dict[str, Any]) -> list[Any]:

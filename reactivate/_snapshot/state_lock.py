@@ -87,14 +87,14 @@ class StateLock:
         around = _entered.get()
         entry = LockEntry(around, read_memory)
         _entered.set((*around, entry))
-        self.inside.append(entry)
-        if self.writers and not self._may_read(entry):
-            try:
+        try:
+            self.inside.append(entry)
+            if self.writers and not self._may_read(entry):
                 with self._mutex:
                     self._wait(self._may_read, entry)
-            except BaseException:
-                entry.__exit__()
-                raise
+        except BaseException:
+            entry.__exit__()
+            raise
         return entry
 
     def take_turn_if(self, differs: Callable[[], Scope]) -> None:

@@ -62,6 +62,14 @@ def innermost_pack_hook() -> Any:
     return None if hooks is None else hooks[0]
 
 
+def pop_hooks_of(owner: Any) -> None:
+    """Pop the innermost saved-tensor hooks if they are of `owner`: an interrupt may have come before they were pushed."""
+    pack = innermost_pack_hook()
+    if getattr(getattr(pack, "func", pack), "__self__", None) is owner:
+        forget_users_hooks()
+        pop_saved_tensor_hooks()
+
+
 # torch's selective checkpointing (>= 2.14) may pass what it keeps through the saved-tensor hooks of the user's around it.
 # It asks the innermost pack hook which these are, by two attributes; a hook without them it takes for one of the user's.
 _find_users_hooks: Any = getattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks", None)

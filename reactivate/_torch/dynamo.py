@@ -301,11 +301,17 @@ def is_compiled_script(script: Any) -> bool:
 # -- torch's own checkpoint -------------------------------------------------------------------------------------------
 
 
+_Context = contextlib._GeneratorContextManager
+_CONTEXT_CODES = _Context.__enter__.__code__, _Context.__exit__.__code__
+
+
 def close_checkpoints_within(error: BaseException) -> None:
     """Close what calls of torch's checkpoint have opened that an error went through, the innermost first.
 
     torch 2.9 and 2.11 leave saved-tensor hooks and modes to a generator that is not closed before the traceback is collected:
     until then the hooks stay, and then those go that are innermost by that time, of any owner.
+    An interrupt in the beginning or the end of any `contextlib.contextmanager` does the same: torch makes a call of one of
+    its functions within such a one, which puts a function mode back.
 
     Args:
         error: as it arrives at a caller of ours. Calls outside of that caller are not in its traceback yet.
@@ -319,3 +325,5 @@ def close_checkpoints_within(error: BaseException) -> None:
             for value in frame.f_locals.values():
                 if isinstance(value, GeneratorType):
                     value.close()
+        elif frame.f_code in _CONTEXT_CODES and not frame.f_locals["self"].gen.gi_running:
+            frame.f_locals["self"].gen.close()

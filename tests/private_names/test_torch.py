@@ -72,6 +72,23 @@ def the_innermost_pack_hook_is_the_one_that_was_pushed() -> None:
     room.pop_saved_tensor_hooks()
 
 
+@needs("pop_hooks_of")
+def hooks_are_popped_by_their_owner() -> None:
+    """Behaviour: `test_interrupts`."""
+
+    class Owner:
+        def pack(self, tensor: Tensor) -> Tensor:
+            return tensor
+
+    owner = Owner()
+    room.push_saved_tensor_hooks(owner.pack, owner.pack)
+    room.pop_hooks_of(Owner())
+    assert room.innermost_pack_hook() == owner.pack
+    for _ in range(2):
+        room.pop_hooks_of(owner)
+        assert room.innermost_pack_hook() is None
+
+
 @needs("asks_for_users_hooks", "not_a_users_hook", "beside_users_hooks", "forget_users_hooks")
 def a_hook_says_which_hooks_are_the_users() -> None:
     """Behaviour: `test_dropin_torch.test_hooks_around_selective_checkpointing`."""

@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Model(nn.Module):
-    """It computes with the number of ops that a mode has seen."""
+    """Ops under a mode, and a product with the number of those that it has seen."""
 
     def __init__(self, mode: Any, is_inside: bool) -> None:
         super().__init__()
