@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import reactivate
 from reactivate import policies
 from reactivate._passes.observing import observed_by
-from reactivate.errors import RecomputeMismatchError
+from reactivate.errors import MutationError, RecomputeMismatchError
 
 Wrap = Callable[[Any], Any]
 
@@ -158,3 +158,17 @@ def test_hooks_that_cast() -> None:
         out = reactivate.checkpoint(lambda x: (x * 3).exp().sin())(x.tanh())
     with pytest.raises(RecomputeMismatchError, match="they must return the bits that they were given"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("hooks", [nullcontext, torch.autograd.graph.allow_mutation_on_saved_tensors])
+def test_the_error_for_a_write_says_what_autograd_does_without_hooks(hooks: Any) -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin().exp()
+        y.mul_(2)
+        return y.sin()
+
+    with hooks():
+        out = reactivate.checkpoint(fn, early_stop=False)(torch.ones(3, requires_grad=True))
+        with pytest.raises(MutationError) as caught:
+            out.sum().backward()
+    assert ("Without checkpointing autograd refuses this too" in str(caught.value)) == (hooks is nullcontext)
