@@ -7,12 +7,14 @@ put together again, the policy is asked about it, and the op is marked.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ref
 
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -42,12 +44,19 @@ def contexts_for(policy: Policy, root: Root, path: str) -> Callable[[], Any]:
         root: a reference to the module that is the region, if it is one.
         path: its path.
     """
+    # Dynamo takes for a constant what was made here, if that is no method, or a partial of constants made while it traces.
+    if is_compiling():
+        return functools.partial(_contexts, policy, None if root is None else root(), path)
 
-    def contexts() -> Any:  # a plain function: dynamo takes no method for a constant
-        _refuse_untranslatable(policy)
-        return create_selective_checkpoint_contexts(_Marker(policy, None if root is None else root(), path))
+    def contexts() -> Any:
+        return _contexts(policy, None if root is None else root(), path)
 
     return contexts
+
+
+def _contexts(policy: Policy, module: Module | None, path: str) -> Any:
+    _refuse_untranslatable(policy)
+    return create_selective_checkpoint_contexts(_Marker(policy, module, path))
 
 
 def _refuse_untranslatable(policy: Policy) -> None:

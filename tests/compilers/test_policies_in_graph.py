@@ -223,3 +223,21 @@ def test_a_storage_for_inputs_is_refused(backend: str, fullgraph: bool) -> None:
             compiled(torch.randn(4, WIDTH, requires_grad=True))
     disabled = torch.compile(torch.compiler.disable(region), backend=backend)
     disabled(torch.randn(4, WIDTH, requires_grad=True)).sum().backward()
+
+
+def test_a_region_that_is_made_in_the_graph() -> None:
+    """Bitwise against the same graph without a region, and with its policy."""
+    linear, kept = nn.Linear(WIDTH, WIDTH), []
+    for policy in (None, policies.save_ops("linear"), policies.save_modules("0")):
+        block, x = nn.Sequential(linear, nn.Tanh()), torch.ones(4, WIDTH, requires_grad=True)
+
+        def fn(x: Tensor, policy: Any = policy, block: nn.Module = block) -> Tensor:
+            out: Tensor = block(x) if policy is None else reactivate.checkpoint(block, policy=policy)(x)
+            return out.sin()
+
+        linear.zero_grad()
+        torch.compile(fn, backend="aot_eager", fullgraph=True)(x).sum().backward()
+        kept.append([x.grad, linear.weight.grad, linear.bias.grad])
+    for other in kept[1:]:
+        for gradient, plain in zip(other, kept[0], strict=True):
+            oracle.assert_bitwise(plain, gradient, "gradient")
