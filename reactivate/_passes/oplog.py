@@ -24,6 +24,7 @@ from reactivate._torch.modes import (
     STAND_INS,
     dispatch_modes,
     is_dispatch_mode_active,
+    is_tracing,
     leave_dispatch_modes,
     run_unseen,
 )
@@ -76,6 +77,7 @@ class OpLog(TorchDispatchMode):
         self.ops: list[LoggedOp] = []
         self._check = check
         self._is_paused = False
+        self._is_traced = is_tracing()  # the region itself is
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, with its ops written down."""
@@ -104,7 +106,7 @@ class OpLog(TorchDispatchMode):
         return unlogged
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._is_paused:
+        if self._is_paused or (is_tracing() and not self._is_traced):  # what is traced inside of the region is not run
             return call_counted(func, args, kwargs)
         _run_recorded((args, kwargs))  # otherwise they would be in the op's program
         result = call_counted(func, args, kwargs)

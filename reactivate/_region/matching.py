@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from reactivate._passes.check import Check
 from reactivate._passes.logs import unseen
@@ -24,6 +25,8 @@ from reactivate._torch.modes import (
     copy_unseen,
     is_dispatch_mode_active,
     is_function_mode_active,
+    is_tracing,
+    run_unseen,
     without_function_modes,
 )
 from reactivate._torch.modules import is_distributed_run
@@ -55,12 +58,14 @@ class Matching:
         values: those of the region, which are filled.
         index, end: how many tensors were saved so far, and how many will be; -1 when all that is needed is there.
         last: the number of the last one that is needed.
+        is_traced: whether the whole recomputation is traced, and not run.
         stops: whether the function is ended then.
         check: the checksums of this pass, where they are to be compared with those of the forward; otherwise None.
         refused: the error that was raised, as the function may swallow it.
     """
 
     index = end = 0
+    is_traced = False
     check: Check | None = None
     log: OpLog | None = None
     without_graph = -1  # the number of the next node, when a tensor without a graph was saved last
@@ -68,6 +73,8 @@ class Matching:
 
     def __init__(self, region: Region) -> None:
         self.region = region
+        if is_dispatch_mode_active():
+            self.is_traced = is_tracing()
         self.saved = saved = region.saved
         self.values: Values = {}
         region.values = self.values
@@ -112,7 +119,7 @@ class Matching:
         # What waits for the backward must not hold the recomputation's graph.
         value = tensor
         if has_graph and not tensor.is_leaf:
-            value = unseen(Tensor.detach, tensor) if is_dispatch_mode_active() else tensor.detach()
+            value = self._detach(tensor) if is_dispatch_mode_active() else tensor.detach()
         if rewound_memory and (present := rewound_memory.get(memory_of(value))) is not None:
             value, version = self._outlasting(value, present, self.saved[index][0][3])
             self.values[index] = value, version
@@ -315,7 +322,13 @@ class Matching:
                 self._stop_if_possible()
         elif not self.region.is_in_forward:
             raise self._refuse(errors_text.more_tensors(self.region, tensor, _getframe(1)))
-        return unseen(Tensor.detach, tensor)  # type: ignore[no-any-return]
+        return self._detach(tensor)
+
+    def _detach(self, tensor: Tensor) -> Tensor:
+        """Return an alias that no mode of the user's sees, and which is in no graph that is traced inside of the region."""
+        is_traced_inside = is_tracing() and not self.is_traced and type(tensor) in (Tensor, Parameter)
+        alias: Tensor = (run_unseen if is_traced_inside else unseen)(Tensor.detach, tensor)
+        return alias
 
     def _refuse(self, error: ReactivateError) -> BaseException:
         self.refused = self.region.options.exception(error)

@@ -15,6 +15,7 @@ from reactivate._passes.observing import are_regions_off
 from reactivate._passes.places import calls_regions
 from reactivate._region.options import Options
 from reactivate._region.region import Region
+from reactivate._region.transforms import refuse_transform_inside
 from reactivate._torch.dynamo import is_jit_tracing, leave_to_eager
 from reactivate._torch.modules import has_hooks, module_call
 
@@ -35,6 +36,7 @@ def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
             return region.end(fn(*args, **kwargs))
     except BaseException as error:
         region.fail(error)
+        refuse_transform_inside(error)
         raise
     return plainly(fn, args, kwargs)
 

@@ -21,3 +21,13 @@ def is_plain_under_transform() -> bool:
             "function without checkpointing there, or put the checkpoint around the transformed function."
         )
     return False
+
+
+def refuse_transform_inside(error: BaseException) -> None:
+    """Raise our own error where torch says that a transform inside of a region does not work with saved-tensor hooks."""
+    if isinstance(error, RuntimeError) and "torch.func.{grad" in str(error):
+        raise UnsupportedError(
+            "A checkpointed region calls torch.func.grad, vjp, jacrev or hessian, which torch refuses where saved-tensor "
+            "hooks are active, those of a region among them. Call torch.autograd.grad(..., create_graph=True) there, or call "
+            "the transformed function outside of the region."
+        ) from error

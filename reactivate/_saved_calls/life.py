@@ -49,7 +49,7 @@ from reactivate._torch.autograd import (
     push_saved_tensor_hooks,
 )
 from reactivate._torch.dynamo import close_checkpoints_within
-from reactivate._torch.modes import current_transform, is_dispatch_mode_active, name_of_transform
+from reactivate._torch.modes import current_transform, is_dispatch_mode_active
 from reactivate._torch.modules import has_memory, is_distributed_run
 from reactivate._torch.ops import arrived, tensors_in
 from reactivate._types import DEVICE, Save
@@ -87,7 +87,7 @@ class ForwardLog(Log):
         self._counts: dict[Any, int] = {}
         self._must_rerun: str | None = None
         self._hooks: dict[int, Any] = {0: functools.partial(_went_through, ref(self))}  # of nodes that saved calls made
-        self._dispatch_modes = 0  # around the region
+        self._dispatch_modes = self._transforms = 0  # around the region
         self._pack: Any = None  # the region's own hook, while the log is open
         watch(choice)
         call = region.call
@@ -98,7 +98,7 @@ class ForwardLog(Log):
 
     def open(self) -> None:
         super().open()
-        self._pack, self._dispatch_modes = innermost_pack_hook(), is_dispatch_mode_active()
+        self._pack, self._dispatch_modes, self._transforms = innermost_pack_hook(), is_dispatch_mode_active(), _level()
 
     def close(self) -> None:
         super().close()
@@ -144,7 +144,7 @@ class ForwardLog(Log):
 
     def _why_not_saved(self) -> str | None:
         """Return why nothing could be kept, or may be left out, of a call that begins now; None if it may be saved."""
-        if current_transform() is not None and name_of_transform() is not None:
+        if _level() > self._transforms:
             return _IN_TRANSFORM
         if is_forward_mode_active():
             return _IN_FORWARD_MODE
@@ -315,6 +315,12 @@ def _loses_class(kind: type[Tensor]) -> bool:
     return kind is not Tensor and kind is not Parameter and has_memory(kind)
 
 
+def _level() -> int:
+    """Return how many transforms of torch.func are around the call, with its functionalization."""
+    transform = current_transform()
+    return 0 if transform is None else int(transform.level())
+
+
 def _went_through(log: ref[ForwardLog], gradients: Any) -> None:
     found = log()
     if found is not None:
@@ -433,10 +439,15 @@ class RecomputationLog(Log):
         return None
 
 
+_GENERATED = "<eval_with_key>"  # the file of what torch.fx writes, maybe in each pass anew (`torch.func.linearize`)
+
+
 def _is_here(call: SavedCall) -> bool:
     """Return whether the code that is running is that which made the saved call, as far as both are inside of the region."""
     frame, is_inside = user_frame_inside(_getframe(2))  # the first frames are ours
-    return not (is_inside and call.is_inside) or (frame.f_code, frame.f_lasti) == call.location
+    code, _ = call.location
+    is_generated = frame.f_code.co_filename.startswith(_GENERATED) and code.co_filename.startswith(_GENERATED)
+    return not (is_inside and call.is_inside) or is_generated or (frame.f_code, frame.f_lasti) == call.location
 
 
 def _hand_back(

@@ -599,6 +599,22 @@ def test_torch_func() -> None:
 
 
 @pytest.mark.gpu
+@shows("`torch.func.grad` inside of a region")
+def test_a_derivative_inside_of_a_region() -> None:
+    def of_torch_func(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda y: y.sin().sum())(x) * x
+
+    def of_autograd(x: Tensor) -> Tensor:
+        return torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0] * x
+
+    plainly = gradients(plain, lambda: (of_torch_func,))
+    assert gradients(torchs, lambda: (of_torch_func,)) == [RuntimeError] * 3
+    for other in (ours(), ours(check="every"), ours(policy=policies.save_ops("sin"))):
+        with pytest.raises(UnsupportedError, match=r"torch\.autograd\.grad\(.*outside of the region"):
+            other(of_torch_func)(leaf())
+        assert all(map(torch.equal, plainly, gradients(other, lambda: (of_autograd,))))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: not run")
 @shows("CUDA graphs")
 def test_cuda_graphs() -> None:

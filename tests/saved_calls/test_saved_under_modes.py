@@ -61,3 +61,37 @@ def test_a_mode_sees_the_ops_of_the_plain_program(options: str, is_inside: bool)
         return found
 
     check_program(Program(train, recomputations=STEPS))
+
+
+def linearized(linear: nn.Linear, x: Tensor) -> Tensor:
+    """A linearization: the function is traced, and what torch.fx writes of it runs."""
+    value, change = torch.func.linearize(lambda y: linear(y).tanh(), x)
+    return value * change(torch.ones_like(x))  # type: ignore[no-any-return]
+
+
+def functionalized(linear: nn.Linear, x: Tensor) -> Tensor:
+    return torch.func.functionalize(lambda y: y.clone().add_(1))(linear(x)).sin()  # type: ignore[no-any-return]
+
+
+TRACED: dict[str, dict[str, Any]] = OPTIONS | {
+    "tanh": {"policy": policies.save_ops("tanh")},
+    "clone": {"policy": policies.save_ops("clone")},
+    "compute_intensive": {"policy": policies.compute_intensive()},
+}
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
+@pytest.mark.parametrize("fn", [linearized, functionalized])
+@each("options", [name for name in TRACED if "modules" not in name])
+def test_what_is_traced_inside_of_a_region_is_neither_saved_nor_compared(options: str, fn: Any) -> None:
+    def train(wrap: Wrap) -> Any:
+        linear, found = nn.Linear(4, 4), []
+        checkpointed: Callable[[Tensor], Tensor] = wrap(lambda x: fn(linear, x), **TRACED[options])
+        for _ in range(STEPS):
+            linear.zero_grad()
+            x = torch.randn(3, 4, requires_grad=True)
+            backward(checkpointed(x))
+            found += [x.grad, linear.weight.grad]
+        return found
+
+    check_program(Program(train, recomputations=STEPS))
