@@ -306,7 +306,9 @@ class ForwardLog(Log):
                 slot = region.slot_of(index)
                 if slot is not None and slot.kept is not None:
                     slot.kept.settle(name)
-        if self.choice.unmatched.parts:
+        if (
+            self.choice.unmatched.parts and region.saved
+        ):  # nothing is saved where torch.fx calls the region with proxies
             self.choice.unmatched.region_has_run(self.choice.region)
 
 

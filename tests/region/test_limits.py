@@ -10,6 +10,7 @@ import math
 import os
 import re
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,6 +28,7 @@ from code_read_by_programs import reads_from_afar
 from count_ops import CountOps
 from journal import Journal
 from memory import allocated_by
+from oracle import Ran, assert_bitwise
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -34,6 +36,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import reactivate
 from reactivate import policies
+from reactivate._passes.observing import observed_by
 from reactivate.dropin.megatron import CheckpointWithoutOutput
 from reactivate.errors import MutationError, RecomputeMismatchError, UnsupportedError
 from reactivate.guards import DEFAULT, ContextPair
@@ -682,6 +685,40 @@ def test_torchscript() -> None:
 
     with pytest.raises(UnsupportedError, match="Call the scripted function"):
         reactivate.checkpoint(fn)(leaf(), leaf())
+
+
+@shows("`torch.fx.symbolic_trace`")
+def test_symbolic_trace() -> None:
+    """Without a word: that a policy has matched nothing is said of the first call that computes something."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.gelu(self.linear(x))
+
+    model, x = nn.Sequential(Block(), Block()), torch.randn(2, 4)
+    parameters = list(model.parameters())
+    for policy, is_right in ((policies.full(save=["linear"]), True), (policies.full(save=["conv2d"]), False)):
+        regions = Ran()
+        reactivate.apply(model, policy, replace=True)
+        with warnings.catch_warnings(), observed_by(regions):
+            warnings.simplefilter("error")
+            traced = torch.fx.symbolic_trace(model)
+            expected = [traced(x), *torch.autograd.grad(traced(x).sum(), parameters)]
+        assert {node.op for node in traced.graph.nodes} == {"placeholder", "call_module", "call_function", "output"}
+        assert not regions.recomputations
+        with (
+            nullcontext() if is_right else pytest.warns(UserWarning, match="matches nothing so far"),
+            observed_by(regions),
+        ):
+            result = model(x)
+            found = [result, *torch.autograd.grad(result.sum(), parameters)]
+        assert regions.recomputations == 2
+        for one, other in zip(expected, found, strict=True):
+            assert_bitwise(one, other, "result or gradient")
 
 
 # -- policies, hooks, parameters --------------------------------------------------------------------------------------
