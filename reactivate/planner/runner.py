@@ -20,9 +20,10 @@ from reactivate.planner.budget import Budget
 from reactivate.planner.compiled import CompiledModules, check_compiled, uncompiled
 from reactivate.planner.contents import PlanContents
 from reactivate.planner.cost.measured import time_call
+from reactivate.planner.cost.memory import fixed_memory
 from reactivate.planner.cost.stretches import measured_peak
 from reactivate.planner.progress import older_objects_left_out
-from reactivate.planner.step import BLOCKS, TrainingStep
+from reactivate.planner.step import BLOCKS, Beginning, TrainingStep
 from reactivate.planner.target import Target
 from reactivate.planner.trace.records import Costs
 from reactivate.planner.trace.tracer import traced
@@ -119,15 +120,21 @@ class StepRunner:
             hooks.callback(model.register_forward_pre_hook(watch).remove)
         return hooks.close
 
-    def peak_with(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """The peak of a step with these arguments, under the policy that is applied; None if it cannot be simulated."""
+    def peak_with(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The peak of a step with this model and these arguments, which count; None if it cannot be simulated.
+
+        Args:
+            model: what the plan is applied to, maybe a copy of the planned one.
+        """
         step = replace(self.step, args=args, kwargs=kwargs)
+        if model is not step.model:  # what is known of calls, and what a step begins with, is of the planned one
+            step = replace(step, model=model, known={}, beginning=Beginning())
         try:
             with step.on_tensors(self.target.device) as (run, known), traced({}, known, self.costs) as trace:
                 run()
         except Exception:  # of the user's loss, say, which has targets of another shape: the warning has no peak then
             return None
-        return trace.peak_bytes
+        return fixed_memory(step).inputs + trace.peak_bytes
 
 
 # -- a measurement ----------------------------------------------------------------------------------------------------

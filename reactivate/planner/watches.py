@@ -19,7 +19,7 @@ from reactivate.planner.shapes import call_inputs
 from reactivate.planner.target import device_spec
 from reactivate.planner.units import module_class_name
 
-Peak = Callable[[tuple[Any, ...], dict[str, Any]], int | None]
+Peak = Callable[[Module, tuple[Any, ...], dict[str, Any]], int | None]
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -27,8 +27,8 @@ class CallWatch:
     """Warns at the first call of a model that is not as planned, and at the first one with each other shape.
 
     Args:
-        peak_with: from arguments to the peak of their step; None for a plan from a file, which may be on another device and
-            another model.
+        peak_with: from a model and arguments to the peak of their step, the arguments included; None for a plan from a
+            file, which may be on another device and another model.
     """
 
     def __init__(self, plan: PlanContents, peak_with: Peak | None, *, is_from_file: bool = False) -> None:
@@ -62,7 +62,7 @@ class CallWatch:
                 warn(f"This plan was made for {'; '.join(differences)}. It predicts nothing for this: plan again.")
         if shapes not in self._known:
             self._known.add(shapes)
-            warn(self._about_shapes(shapes, args, kwargs))
+            warn(self._about_shapes(model, shapes, args, kwargs))
 
     def _differences(self, model: Module) -> Iterator[str]:
         made_for = self._plan.made_for
@@ -76,17 +76,17 @@ class CallWatch:
         if device is not None and not _is_on(device, made_for):
             yield f"{made_for.device}, and the model is on {device}"
 
-    def _about_shapes(self, shapes: Shapes, args: Any, kwargs: Any) -> str:
+    def _about_shapes(self, model: Module, shapes: Shapes, args: Any, kwargs: Any) -> str:
         plan = self._plan
         planned = tuple(shape for _, shape, _ in plan.made_for.inputs)
         made_for = f"This plan was made for inputs of shape {_list(planned)}"
         said = f"{made_for}, and the model is called with {_list(shapes)}. "
         # How long a storage leaves tensors in memory is not simulated here.
-        peak = None if self._peak_with is None or plan.storages else self._peak_with(args, dict(kwargs))
+        peak = None if self._peak_with is None or plan.storages else self._peak_with(model, args, dict(kwargs))
         if peak is None:
             budget = in_words(plan.budget_bytes)
             return said + f"Whether its budget of {budget} holds for these was not predicted: plan again."
-        total = plan.fixed.total + peak
+        total = plan.fixed.total - plan.fixed.inputs + peak
         verdict = "still holds" if total <= plan.budget_bytes else "does not hold: plan again"
         return said + f"The peak will be {in_words(total)}; the budget of {in_words(plan.budget_bytes)} {verdict}."
 
