@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from reactivate._setting import set_to
 from reactivate._torch.modes import (
     dispatch_modes,
     function_modes,
@@ -32,11 +33,8 @@ def set_aside() -> Iterator[None]:
     log = log_of_calls.get()
     if log is not None:
         log.finish_pending()
-    token = log_of_calls.set(None)
-    try:
+    with set_to(log_of_calls, None):
         yield
-    finally:
-        log_of_calls.reset(token)
 
 
 def is_seen() -> bool:

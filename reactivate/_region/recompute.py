@@ -35,7 +35,7 @@ from reactivate._snapshot.held import WeakTensor, original_of
 from reactivate._snapshot.inputs import Memo, rebuild
 from reactivate._snapshot.rewound_moment import RewoundMoment
 from reactivate._snapshot.shadows import note_written
-from reactivate._snapshot.state_lock import STATE_LOCK
+from reactivate._snapshot.state_lock import STATE_LOCK, LockEntry
 from reactivate._storing.requests import idle as idle_storages, refuse_silence
 from reactivate._torch.autograd import (
     is_profiling,
@@ -108,6 +108,8 @@ def _recompute(region: Region, behind: FencedRecomputation | None = None) -> Non
     """Run the function with the arguments and in the state of the forward."""
     was_enabled = is_grad_enabled()
     entered: list[Any] = []  # contexts, the outermost first; an `ExitStack` would cost microseconds
+    memo: Memo = {}
+    lock = LockEntry(functools.partial(_memory_read_by, region, memo))
     try:  # around all that is set: an interrupt may come at any moment
         enter_recomputation(region.identity)
         set_grad_enabled(True)
@@ -115,16 +117,15 @@ def _recompute(region: Region, behind: FencedRecomputation | None = None) -> Non
             _enter(unbatched(), entered)
         hide_graphs(region)
         if behind is None:
-            memo: Memo = {}
             args, kwargs = _arguments(region, memo)
-            _enter_state_of_forward(region, memo, entered)
+            _enter_state_of_forward(region, memo, lock, entered)
             _run_again(region, args, kwargs)
         else:
             try:
                 behind.read(region, rebuild)
             except RuntimeError as error:
                 raise _in_words(region, error) from None
-            _enter_state_of_forward(region, {}, entered)
+            _enter_state_of_forward(region, memo, lock, entered)
             _run_behind(region, behind)
         while entered:
             entered.pop().__exit__(None, None, None)
@@ -132,9 +133,16 @@ def _recompute(region: Region, behind: FencedRecomputation | None = None) -> Non
         _leave(entered, error)
         raise
     finally:
-        set_grad_enabled(was_enabled)
-        for holder in region.cells:
-            holder.let_go()
+        try:
+            set_grad_enabled(was_enabled)
+            for holder in region.cells:
+                holder.let_go()
+        finally:
+            try:
+                lock.leave()
+            except BaseException:  # an interrupt: other threads would wait for good
+                lock.leave()
+                raise
 
 
 # -- the arguments and the state of the forward -----------------------------------------------------------------------
@@ -167,17 +175,18 @@ def _in_words(region: Region, error: RuntimeError) -> BaseException:
     return region.options.exception(errors_text.written_before_recomputation(region, error))
 
 
-def _enter_state_of_forward(region: Region, memo: Memo, entered: list[Any]) -> None:
+def _enter_state_of_forward(region: Region, memo: Memo, lock: LockEntry, entered: list[Any]) -> None:
     """Enter the contexts in which everything is as the forward saw it, and add each to `entered`.
 
     Args:
         region: the region.
         memo: what stands for its specs.
+        lock: how the recomputation takes part in the lock of state.
         entered: the contexts.
     """
     if is_profiling():
         _enter(torch.profiler.record_function(f"reactivate::recompute {naming.name_of(region)}"), entered)
-    entered.append(STATE_LOCK.join(functools.partial(_memory_read_by, region, memo)))
+    STATE_LOCK.join(lock)
     unrestored = region.unrestored()
     stale = _stale(region, unrestored) if unrestored else None
     innermost: Any = region.options.innermost
@@ -351,20 +360,18 @@ def _run_for_more(
         if matching.check is not None:
             _note_end(region, matching.check)
     finally:
-        pop_saved_tensor_hooks()
-        if log is not None:
-            _close(log)
+        try:
+            pop_saved_tensor_hooks()
+        finally:
+            if log is not None:
+                try:
+                    log.close()
+                except BaseException:  # an interrupt: what is open yet
+                    log.close()
+                    raise
         matching.let_go()
     if proof is not None and not is_proved:
         raise disproved(region, proof)
-
-
-def _close(log: RecomputationLog) -> None:
-    try:
-        log.close()
-    except BaseException:  # an interrupt: what is open yet
-        log.close()
-        raise
 
 
 calls_regions(_run_again.__code__)

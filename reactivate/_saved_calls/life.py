@@ -306,9 +306,8 @@ class ForwardLog(Log):
                 slot = region.slot_of(index)
                 if slot is not None and slot.kept is not None:
                     slot.kept.settle(name)
-        if (
-            self.choice.unmatched.parts and region.saved
-        ):  # nothing is saved where torch.fx calls the region with proxies
+        # Nothing is saved where torch.fx calls the region with proxies.
+        if self.choice.unmatched.parts and region.saved:
             self.choice.unmatched.region_has_run(self.choice.region)
 
 
@@ -425,9 +424,8 @@ class RecomputationLog(Log):
 
     def _load(self, call: SavedCall, outputs: Sequence[Any]) -> list[Any] | None:
         """Load what the call returned; None if it was written to since the region ended, so that it runs again."""
-        self.is_inside = (
-            True  # saved-tensor hooks around the region may run ops to unpack it: none is a call of the region
-        )
+        # Saved-tensor hooks around the region may run ops to unpack it: none is a call of the region.
+        self.is_inside = True
         try:
             if not any(isinstance(item, Kept) and item.is_overwritten for item in outputs):
                 # To load may recompute a region around this one.

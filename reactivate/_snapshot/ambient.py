@@ -171,7 +171,8 @@ def _autocast(settings: tuple[Any, ...] | None) -> Iterator[None]:
     """Autocast as in `settings`, None for off, without its cache of cast weights."""
     level = torch.autocast_increment_nesting()
     now, is_cached = _read_autocast(), torch.is_autocast_cache_enabled()
-    if settings is None and level == 1 and not any(is_enabled for _, is_enabled, _ in now):
+    is_outermost = level == 1 and not any(is_enabled for _, is_enabled, _ in now)
+    if settings is None and is_outermost:
         torch.autocast_decrement_nesting()  # so that a context inside is the outermost, and drops its cache
         yield
         return
@@ -180,7 +181,7 @@ def _autocast(settings: tuple[Any, ...] | None) -> Iterator[None]:
     # thread counts levels of its own, but is told what is enabled around the backward. A recomputation that another one
     # waits for begins with an empty one too: what that had cast, it casts again.
     is_inside_of_another = _recomputing.level == level - 1
-    is_alone = is_inside_of_another or (level == 1 and not any(is_enabled for _, is_enabled, _ in now))
+    is_alone = is_inside_of_another or is_outermost
     if is_inside_of_another:
         torch.clear_autocast_cache()
     before, _recomputing.level = _recomputing.level, level if is_alone else -1

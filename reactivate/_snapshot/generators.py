@@ -64,9 +64,8 @@ def torch_stream() -> RandomStream:
     views = [_view(start + place, count) for place, count in (*memory.seen, memory.spare)]
     spare = views.pop()
     (single, _), (double, _) = memory.seen[-2:]
-    are_there = _view(start + single, double - single + 1).cast("B")[
-        :: double - single
-    ]  # one byte for each spare number
+    # One byte for each spare number.
+    are_there = _view(start + single, double - single + 1).cast("B")[:: double - single]
     return RandomStream(
         "torch's CPU generator",
         functools.partial(ctypes.string_at, address, size),

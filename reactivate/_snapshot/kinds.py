@@ -28,19 +28,12 @@ _SPECIAL = """
     neg pos abs invert round floor ceil trunc copy deepcopy sizeof array array_ufunc array_function get set delete
     torch_function torch_dispatch instancecheck subclasscheck class_getitem init_subclass
 """
+_CALLED_BY_LIBRARIES = "forward setup_context backward vjp jvp vmap _missing_"  # by torch, and the last by `enum`
 SPECIAL_METHODS = frozenset(
     {
         *(f"__{name}__" for name in _SPECIAL.split()),
         *(f"__{kind}{name}__" for name in _OPERATORS.split() for kind in ("", "r", "i")),
-        *(
-            "forward",
-            "setup_context",
-            "backward",
-            "vjp",
-            "jvp",
-            "vmap",
-            "_missing_",
-        ),  # torch calls these, and `Enum` the last
+        *_CALLED_BY_LIBRARIES.split(),
     }
 )
 """Methods that code calls without naming them."""
@@ -90,8 +83,9 @@ def is_plain(kind: type) -> bool:
         return kind.__module__ != "builtins"
     if package_of(kind) in ("reactivate", "torch"):
         return kind.__module__.startswith(("torch.distributions.", "torch.quasirandom"))
+    # Of `logging` only its own classes: a handler of the user's may count.
     if is_value(kind) or package_of(kind) == "logging" or any(package_of(base) in _SHARED for base in kind.__mro__):
-        return False  # a handler of the user's may count
+        return False
     return kind.__dictoffset__ != 0 or bool(slots_of(kind))
 
 

@@ -26,31 +26,33 @@ class LockEntry:
     """One recomputation that reads shared state; no other is equal, so that one is found among hundreds at no cost.
 
     Args:
-        around: the entries that it is inside of.
         read_memory: returns the memory of all tensors that it reads as they are; None where that cannot be told.
 
     Attributes:
         thread: its thread.
+        around: the entries that it is inside of.
         scope: what it has set back.
     """
 
     __slots__ = ("around", "read_memory", "scope", "thread")
 
-    def __init__(self, around: tuple[LockEntry, ...], read_memory: Callable[[], frozenset[int] | None]) -> None:
-        self.thread, self.around, self.read_memory = get_ident(), around, read_memory
+    def __init__(self, read_memory: Callable[[], frozenset[int] | None]) -> None:
+        self.thread, self.around, self.read_memory = get_ident(), _entered.get(), read_memory
         self.scope = Scope.NOTHING
 
-    def __exit__(self, *error: object) -> None:
-        """End what `StateLock.join` began: all that was set back is as it was."""
-        STATE_LOCK.inside.remove(self)
+    def leave(self) -> None:
+        """End what `StateLock.join` began, as far as it came: all that was set back is as it was."""
+        inside = STATE_LOCK.inside
+        if self in inside:
+            inside.remove(self)
         self.read_memory = frozenset  # contexts of regions that began inside of this have it
         if self.scope or STATE_LOCK.waiting:
             STATE_LOCK.wake(self)
 
-    def disturbs(self, other: LockEntry, scope: Scope) -> bool:
-        """Return whether another recomputation could see it if this one sets back state of this scope."""
-        if scope is not Scope.TENSORS:
-            return scope is Scope.EVERYTHING
+    def disturbs(self, other: LockEntry) -> bool:
+        """Return whether another recomputation could see what this one sets back."""
+        if self.scope is not Scope.TENSORS:
+            return self.scope is Scope.EVERYTHING
         own, others = self.read_memory(), other.read_memory()
         return own is None or others is None or not own.isdisjoint(others)
 
@@ -78,24 +80,13 @@ class StateLock:
         self._mutex = allocate_lock()
         self._changed = Condition(self._mutex)
 
-    def join(self, read_memory: Callable[[], frozenset[int] | None]) -> LockEntry:
-        """Wait until no other thread has set back what this recomputation reads, and keep it so until the entry ends.
-
-        Args:
-            read_memory: see `LockEntry`.
-        """
-        around = _entered.get()
-        entry = LockEntry(around, read_memory)
-        _entered.set((*around, entry))
-        try:
-            self.inside.append(entry)
-            if self.writers and not self._may_read(entry):
-                with self._mutex:
-                    self._wait(self._may_read, entry)
-        except BaseException:
-            entry.__exit__()
-            raise
-        return entry
+    def join(self, entry: LockEntry) -> None:
+        """Wait until no other thread has set back what this recomputation reads, and keep it so until the entry leaves."""
+        _entered.set((*entry.around, entry))
+        self.inside.append(entry)
+        if self.writers and not self._may_read(entry):
+            with self._mutex:
+                self._wait(self._may_read, entry)
 
     def take_turn_if(self, differs: Callable[[], Scope]) -> None:
         """Wait until the recomputation that runs here may set state back, if anything differs.
@@ -125,13 +116,13 @@ class StateLock:
     def wake(self, entry: LockEntry) -> None:
         """Let others look again whether they may; an entry has just left `inside`."""
         with self._mutex:
-            if entry.scope:
+            if entry in self.writers:
                 self.writers.remove(entry)
             if self.waiting:
                 self._changed.notify_all()
 
     def _may_read(self, entry: LockEntry) -> bool:
-        return not any(_disturbs(writer, entry) for writer in tuple(self.writers))
+        return not any(writer.disturbs(entry) for writer in tuple(self.writers) if not _is_around(writer, entry))
 
     def _may_set_back(self, entry: LockEntry, scope: Scope) -> bool:
         """Enter a recomputation as a writer, unless another one would see that, or has set back what it reads."""
@@ -141,8 +132,8 @@ class StateLock:
         for other in tuple(self.inside):
             if _is_around(other, entry):
                 continue
-            is_seen = other.thread not in self.waiting and entry.disturbs(other, entry.scope)
-            if is_seen or other.disturbs(entry, other.scope):
+            is_seen = other.thread not in self.waiting and entry.disturbs(other)
+            if is_seen or other.disturbs(entry):
                 entry.scope = before
                 if not before:
                     self.writers.remove(entry)
@@ -168,10 +159,6 @@ _WAITS_LONG = (
     "backwards one after the other, or leave out what need not be set back, as in "
     'checkpoint(fn, guards=DEFAULT.without("rng")).'
 )
-
-
-def _disturbs(writer: LockEntry, entry: LockEntry) -> bool:
-    return bool(writer.scope) and not _is_around(writer, entry) and writer.disturbs(entry, writer.scope)
 
 
 def _is_around(other: LockEntry, entry: LockEntry) -> bool:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import reactivate
 from reactivate import policies
 from reactivate._passes.logs import log_of_calls
+from reactivate._snapshot.rewound_tensors import rewound_memory
+from reactivate._snapshot.state_lock import STATE_LOCK
 from reactivate._torch.autograd import innermost_pack_hook
 from reactivate._torch.modes import dispatch_modes, function_modes
 
@@ -98,6 +100,8 @@ def left_open(model: nn.Module) -> dict[str, Any]:
         "in the place of a forward": placed,
         "grad mode": not torch.is_grad_enabled(),
         "recomputation": reactivate.is_recomputing(),
+        "state set back": [*STATE_LOCK.inside, *STATE_LOCK.writers, *STATE_LOCK.waiting],
+        "memory set back": rewound_memory,
     }
     return {name: item for name, item in found.items() if item}
 

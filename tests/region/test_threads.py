@@ -997,4 +997,4 @@ def test_what_one_recomputation_may_not_save_another_thread_saves() -> None:
 
 def test_an_entry_is_found_by_what_it_is() -> None:
     """Hundreds of modules make hundreds of entries inside of each other: to compare what is in them took seconds."""
-    assert LockEntry((), frozenset) != LockEntry((), frozenset)
+    assert LockEntry(frozenset) != LockEntry(frozenset)
