@@ -59,7 +59,8 @@ class Interrupt:
             if name == "RESUME":
                 return self._look
             before, self._before[frame] = self._before.get(frame, ""), name
-            if before.startswith("CALL"):
+            # Python interrupts the call itself: what begins a `try` behind it is outside of the one that the call is in.
+            if before.startswith("CALL") and name != "NOP":
                 self.count += 1
                 if self.count == self.point:
                     sys.settrace(None)
