@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from reactivate._setting import set_to
+from reactivate._snapshot.kinds import package_of
 from reactivate._torch.modes import (
     dispatch_modes,
     function_modes,
@@ -43,13 +44,16 @@ def is_seen() -> bool:
 
 
 def unseen(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function unseen by the modes around it: what is looked at and kept here are not the user's calls."""
+    """Call a function unseen by the modes around it: what is looked at and kept here are not the user's calls.
+
+    The planner's modes do see it: what a region keeps, and moves to a storage, is memory and time of a step.
+    """
     if not is_seen():
         return function(*args)
     modes, dispatching = function_modes(), dispatch_modes()
     try:
         replace_function_modes(())  # `without_function_modes` would make plain tensors of subclasses
-        replace_dispatch_modes(())
+        replace_dispatch_modes(tuple(filter(_counts_regions, dispatching)))
         return function(*args)
     finally:
         try:
@@ -57,6 +61,10 @@ def unseen(function: Callable[..., Any], *args: Any) -> Any:
         except BaseException:  # an interrupt
             _put_back(modes, dispatching)
             raise
+
+
+def _counts_regions(mode: Any) -> bool:
+    return package_of(type(mode)) == "reactivate" and not getattr(mode, "is_of_users_ops", False)
 
 
 def _put_back(modes: tuple[Any, ...], dispatching: tuple[Any, ...]) -> None:

@@ -15,7 +15,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class Scope(IntEnum):
-    """What a recomputation sets back: nothing, tensors that it reaches, or what all threads share, as the random numbers."""
+    """State that a recomputation sets back: none, tensors that it reaches, or what all threads share, as random numbers."""
 
     NOTHING = 0
     TENSORS = 1
