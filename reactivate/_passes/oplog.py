@@ -73,6 +73,7 @@ class OpLog(TorchDispatchMode):
     """Writes down every op under it, and calls `check` with all of them after each."""
 
     is_of_users_ops = True  # what a region does beside them is no op of its function
+
     def __init__(self, check: Callable[[list[LoggedOp]], None] | None = None) -> None:
         super().__init__()
         self.ops: list[LoggedOp] = []
