@@ -221,6 +221,19 @@ class Matching:
                 self.region.filled.given.add(index)  # it is made of what the call was given
         self.values[index] = tensor, tensor._version
 
+    def share(self, call: SavedCall, results: dict[int, Tensor]) -> None:
+        """Hand the results of a saved call to the backward too, where hooks around the region unpack them once.
+
+        Args:
+            call: the call.
+            results: of each that it keeps, by the `id` of that.
+        """
+        for index in range(call.start, call.stop):
+            slot = self.region.slot_of(index)
+            result = None if slot is None or slot.kept is None else results.get(id(slot.kept))
+            if result is not None:
+                self.values[index] = result, result._version
+
     def go_back_to(self, call: SavedCall) -> None:
         """The call is made after all: it saves what it saved."""
         if not self.is_complete:

@@ -430,6 +430,8 @@ class Region:
 
     def _recomputed(self, number: int, handle: Any) -> tuple[Tensor, int] | None:
         """Return a tensor after a recomputation, None if a saved call keeps it."""
+        kept = handle.kept if type(handle) is Slot else None
+        is_shared = kept is not None and kept.is_shared
         with self.lock:  # autograd has a thread for each device; the one that comes second finds its value
             while True:
                 found = self.values.get(number)  # of a recomputation during the forward: only what was saved by then
@@ -439,8 +441,9 @@ class Region:
                 if self.is_in_forward:
                     if self.forward_log is not None:
                         self.forward_log.rerun_all("a backward inside of the region reads what is there by then")
-                elif type(handle) is Slot and handle.kept is not None:
+                elif kept is not None and not is_shared:
                     return None
+                is_shared = False
                 if counting_threads and get_ident() in counting_threads:
                     raise NotKept
                 recompute(self)

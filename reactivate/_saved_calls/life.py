@@ -293,7 +293,7 @@ class ForwardLog(Log):
             if is_written or (bits is not None and call.reason is None and bits.written()):
                 call.reason = "its result is written to afterwards"
                 self._keep_nothing(call)
-        region = self.region
+        region, has_hooks = self.region, innermost_pack_hook() is not None
         last = last_needed(region) if region.early_stop else len(region.saved)
         for call in self.calls:
             if last < call.stop:
@@ -302,6 +302,7 @@ class ForwardLog(Log):
             for item in call.outputs or ():
                 if isinstance(item, Kept):
                     item.settle(name)
+                    item.is_shared = has_hooks
             for index in range(call.start, call.stop):
                 slot = region.slot_of(index)
                 if slot is not None and slot.kept is not None:
@@ -429,7 +430,11 @@ class RecomputationLog(Log):
         try:
             if not any(isinstance(item, Kept) and item.is_overwritten for item in outputs):
                 # To load may recompute a region around this one.
-                return [item.load() if isinstance(item, Kept) else item for item in outputs]
+                results = [item.load() if isinstance(item, Kept) else item for item in outputs]
+                shared = {id(item): at for at, item in enumerate(outputs) if isinstance(item, Kept) and item.is_shared}
+                if shared:
+                    self._matching.share(call, {kept: results[at] for kept, at in shared.items()})
+                return results
         except RuntimeError as error:
             if not is_of_a_write(error):
                 raise

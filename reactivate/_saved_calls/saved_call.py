@@ -45,16 +45,30 @@ class Kept:
     Attributes:
         is_there_anyway: whether it is a parameter, or a view of one, which no hook need see.
         is_overwritten: whether a collective in place has written to it, which moves no version.
+        is_shared: whether a recomputation and the backward both read it, through saved-tensor hooks around the region:
+            those of torch's checkpoint unpack a tensor once in a backward.
     """
 
-    __slots__ = ("__weakref__", "form", "handle", "is_overwritten", "is_there_anyway", "storage", "tensor", "version")
+    __slots__ = (
+        *(
+            "__weakref__",
+            "form",
+            "handle",
+            "is_overwritten",
+            "is_shared",
+            "is_there_anyway",
+            "storage",
+            "tensor",
+            "version",
+        ),
+    )
 
     def __init__(self, tensor: Tensor, version: int, storage: Storage, is_there_anyway: bool = False) -> None:
         self.tensor: Tensor | None = tensor
         self.version = version
         self.storage = storage
         self.handle: Any = None
-        self.is_overwritten = False
+        self.is_overwritten = self.is_shared = False
         self.is_there_anyway = is_there_anyway
 
     def is_written(self) -> bool:

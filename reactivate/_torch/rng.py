@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from reactivate._torch.private_api import layout, resolve_private
+from reactivate._torch.private_api import Replaced, layout, resolve_private
 
 _current = torch.accelerator.current_accelerator
 
@@ -103,3 +104,21 @@ def _find() -> GeneratorMemory | None:
         for number in (1, 3, 700, 1)
     )
     return memory if is_seen and is_copied else None
+
+
+class RandomStatesTaken(Replaced):
+    """Tells of the states of the CPU's generator that programs take, as torch's checkpoint and `fork_rng` do.
+
+    Args:
+        tell: called with each state.
+    """
+
+    def __init__(self, tell: Callable[[Tensor], None]) -> None:
+        take = torch.get_rng_state
+
+        def taken() -> Tensor:
+            state = take()
+            tell(state)
+            return state
+
+        super().__init__(lambda: [(torch, "get_rng_state", taken)])

@@ -18,7 +18,6 @@ from torch.nn import Module
 
 from reactivate._model.apply import apply
 from reactivate._modules.paths import is_below
-from reactivate._passes.current import is_recomputing
 from reactivate._passes.observing import observed_by
 from reactivate._region.accounts import is_shortage
 from reactivate._text.warnings import warn
@@ -32,7 +31,7 @@ from reactivate.planner.step import BLOCKS, TrainingStep
 from reactivate.planner.table import block_class
 from reactivate.planner.target import Target
 from reactivate.planner.trace.data_scope import DataMargin
-from reactivate.planner.trace.positions import UnitPosition
+from reactivate.planner.trace.positions import UnitPosition, is_in_backward
 from reactivate.planner.trace.records import Allocation, Op, Origin, Trace, UnitCall
 
 TIMED = 5  # steps of each policy, of which the least time counts
@@ -223,7 +222,7 @@ class _WatchedRun:
         """Return a call of a unit that is looked at."""
 
         def watch(*args: Any, **kwargs: Any) -> Any:
-            if is_recomputing():
+            if is_in_backward():
                 return call(*args, **kwargs)
             self._look_at(args, kwargs)
             begun = self._position.unit_begins(path)
@@ -254,7 +253,7 @@ class _WatchedRun:
 
     def forward_done(self, region: Any) -> None:
         """A region that the engine runs, around several blocks, is over."""
-        if self.calls and not is_recomputing():
+        if self.calls and not is_in_backward():
             self.calls[-1][-1].regions += 1
 
     def recomputation_done(self, region: Any) -> None:

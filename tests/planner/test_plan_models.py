@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from memory import allocated_by
-from plan_models import MODELS, Block, Case
+from plan_models import DIM, MODELS, Block, Case
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import reactivate
 from reactivate.errors import PlanInfeasible
@@ -109,6 +110,27 @@ class Pieces(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
         return self.out(torch.stack([x[:, number].tanh() for number in range(x.shape[1])], 1))
+
+
+class HalfCheckpointed(nn.Module):
+    """Half of its blocks run under torch's own checkpoint, which keeps a random state for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(DIM) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x) if number % 2 else checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("budget", ["100%", "85%"])
+def test_random_states_that_torchs_checkpoint_keeps_are_counted(budget: str) -> None:
+    torch.manual_seed(0)
+    case = Case(HalfCheckpointed(), (torch.randn(8, 64, DIM, requires_grad=True),), loss=lambda out: out.sum())
+    plan = reactivate.plan(case.model, case.args, budget=budget, loss=case.loss)
+    assert plan.fixed.total + measured(case, plan) == plan.predicted.peak_bytes <= plan.budget_bytes
 
 
 def test_gradients_are_summed_in_place() -> None:

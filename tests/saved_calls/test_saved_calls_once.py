@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from count_ops import CountOps
 from oracle import compare
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+import reactivate
 from reactivate import policies
 
 STEPS = 5
@@ -282,3 +287,71 @@ def test_a_saved_call_that_raises_is_run_again(policy: Any) -> None:
         return [*found, torch.rand(())]
 
     compare(trained, policy=policy)
+
+
+# -- hooks around the region that unpack a tensor once ------------------------------------------------------------------
+
+
+def under_torchs_checkpoint(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(fn, x, use_reentrant=False)
+    return out
+
+
+def under_hooks_that_give_once(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    packed: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> int:
+        packed[len(packed)] = tensor.detach().clone()
+        return len(packed) - 1
+
+    with saved_tensors_hooks(pack, packed.pop):
+        return fn(x)
+
+
+def attention(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x.sin(), x, x).cos()
+
+
+def last(x: Tensor) -> Tensor:
+    return (x.sin() * x).exp()
+
+
+def first(x: Tensor) -> Tensor:
+    return x.exp().sin().cos().tanh()
+
+
+def twice(x: Tensor) -> Tensor:
+    found = (x.sin() * x).tanh()
+    return found.exp() * found.exp() + found
+
+
+ONCE = policies.save_ops("scaled_dot_product_attention", "exp", "tanh")
+KERNELS = "_scaled_dot_product_flash_attention_for_cpu", "exp", "tanh"
+
+
+@pytest.mark.parametrize("fn", [attention, last, first, twice])
+@pytest.mark.parametrize("around", [under_torchs_checkpoint, under_hooks_that_give_once])
+def test_hooks_around_a_region_unpack_what_a_saved_call_keeps_once(fn: Any, around: Any) -> None:
+    found, calls = [], []
+    for region in (fn, reactivate.checkpoint(fn, policy=ONCE)):
+        x = torch.linspace(-1, 1, 64).reshape(1, 2, 8, 4).requires_grad_()
+        with CountOps() as ops:
+            out = around(region, x)
+            out.sum().backward()
+        found.append((out.detach(), x.grad))
+        calls.append(ops.ops)
+    assert all(map(torch.equal, *found))
+    plain, ours = calls
+    assert all(ours[op] == plain[op] for op in KERNELS)
+    assert ours["sin"] > plain["sin"]
+
+
+def test_torchs_checkpoint_around_a_region_may_be_differentiated_twice() -> None:
+    found = []
+    for region in (attention, reactivate.checkpoint(attention, policy=ONCE)):
+        x = torch.linspace(-1, 1, 64).reshape(1, 2, 8, 4).requires_grad_()
+        out = under_torchs_checkpoint(region, x)
+        (one,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+        (two,) = torch.autograd.grad(out.square().sum(), x)
+        found.append((one, two))
+    assert all(map(torch.equal, *found))

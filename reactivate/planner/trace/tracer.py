@@ -29,19 +29,20 @@ from reactivate._region.accounts import copied_inputs, held_by_guards, put_aside
 from reactivate._region.region import Region
 from reactivate._saved_calls.log import opened
 from reactivate._torch.autograd import current_node_number, next_node_number
-from reactivate._torch.modes import FakeTensor, device_of
+from reactivate._torch.modes import FakeTensor, device_of, is_dispatch_mode_active
 from reactivate._torch.modules import are_made_of_tensors, layouts_unseen
 from reactivate._torch.ops import DEVICE_QUERY, tensor_positions, tensors_at_op, written_arguments
+from reactivate._torch.rng import RandomStatesTaken
 from reactivate.planner.trace.answers import RealAnswers
 from reactivate.planner.trace.data_scope import DataScope
-from reactivate.planner.trace.positions import ModuleStack, UnitPosition
+from reactivate.planner.trace.positions import ModuleStack, UnitPosition, is_in_backward
 from reactivate.planner.trace.records import SUM_IN_PLACE, Allocation, CopyEvent, Costs, Op, Origin, Trace, UnitCall
 from reactivate.planner.trace.resized import ResizedStorages
 from reactivate.planner.trace.stream_clock import StreamClock
 from reactivate.policies.canonical import name_of
 from reactivate.storage.rehearsal import MoveKind, Rehearsal
 
-NUMBERS, STATE, ASIDE = "numbers", "state of a region", "state put aside"
+NUMBERS, STATE, ASIDE, RANDOM_STATE = "numbers", "state of a region", "state put aside", "random state"
 """Origins that are no ops."""
 
 _NUMBERS = (bool, int, float, complex)
@@ -94,6 +95,7 @@ def traced(
         if tracer.clock is not None:
             stack.enter_context(tracer.clock.orders)
         stack.enter_context(tracer.resized.resizes)
+        stack.enter_context(RandomStatesTaken(tracer.takes_random_state))
         stack.enter_context(observed_by(tracer))
         stack.enter_context(layouts_unseen())
         stack.enter_context(tracer)
@@ -158,6 +160,12 @@ class _Tracer(TorchDispatchMode):
         if numbers and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args):
             sizes = [16 if isinstance(number, complex) else 8 for number in numbers]
             self._allocate(sum(sizes), self._origin(NUMBERS))
+
+    def takes_random_state(self, state: Tensor) -> None:
+        """Enter the random state that torch's checkpoint keeps for each call: no mode sees it."""
+        # An accelerator's memory holds no such state, and other threads may take theirs.
+        if self._costs.rounding == 1 and is_dispatch_mode_active():
+            self._enter(state, RANDOM_STATE)
 
     def _is_known(self, storage: UntypedStorage) -> bool:
         known = self._storages.get(id(storage))  # torch gives a storage one Python object for life
@@ -302,7 +310,7 @@ class _Tracer(TorchDispatchMode):
     def unit_begins(self, module: Module, args: Any) -> None:
         """A module is called."""
         self._modules.begins(module)
-        if is_recomputing():
+        if is_in_backward():
             return
         self._modules.mark(next_node_number())
         path = self._units.get(id(module))
@@ -317,7 +325,7 @@ class _Tracer(TorchDispatchMode):
         """A module has returned, or raised."""
         path, outer = self._modules.path_of(module), self._modules.outer
         self._modules.ends(module)
-        if is_recomputing():
+        if is_in_backward():
             return
         self._modules.mark(next_node_number())
         if self._scope is not None and path is not None:
@@ -333,14 +341,14 @@ class _Tracer(TorchDispatchMode):
     def moved(self, what: MoveKind, key: int, nbytes: int) -> None:
         """A storage has taken a tensor, or has come further with it."""
         self.trace.moves.append(CopyEvent(len(self.trace.ops), what, key, nbytes))
-        if what == "taken" and self._call is not None and not is_recomputing():
+        if what == "taken" and self._call is not None and not is_in_backward():
             self._call.moved.append(nbytes)
 
     # -- regions ------------------------------------------------------------------------------------------------------
 
     def forward_done(self, region: Region) -> None:
         """A region's forward pass is over: what its guards keep did not come out of an op."""
-        if self._last is not None and not is_recomputing():  # a region around several units ends after the last of them
+        if self._last is not None and not is_in_backward():  # a region around several units ends after the last of them
             self._last.regions += 1
             self._last.saved_tensors += len(region.saved)
             self._last.saved_calls += sum(call.reason is None for call in region.saved_calls)
