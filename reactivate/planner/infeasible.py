@@ -78,6 +78,18 @@ def about_repeated(plain: Trace) -> str:
     )
 
 
+def about_other_checkpoints(plain: Trace, units: Collection[str]) -> str:
+    """Say that blocks run under the checkpoint of another library, which leaves a plan nothing to choose there."""
+    paths = [path for path in units if path in plain.checkpointed]
+    if not paths:
+        return ""
+    blocks = paths[0] if len(paths) == 1 else f"{len(paths)} blocks, from {paths[0]} to {paths[-1]},"
+    return (
+        f" {blocks} {'runs' if len(paths) == 1 else 'run'} under torch's checkpoint, or another one, in the plain step already. Turn that off, as with "
+        "model.gradient_checkpointing_disable(), so that the plan can choose what they recompute."
+    )
+
+
 def about_blocks(units: Collection[str], model: str) -> str:
     """Say that a model is one block, where it is, and what to do about it."""
     if [*units] != [""]:

@@ -29,7 +29,7 @@ from reactivate.planner.cost.op_costs import RooflineCosts
 from reactivate.planner.cost.overhead import Overhead, measure_overhead
 from reactivate.planner.distributed import Ranks
 from reactivate.planner.head import Head, HeadSearch, head_search
-from reactivate.planner.infeasible import about_blocks, about_repeated, infeasible, no_room
+from reactivate.planner.infeasible import about_blocks, about_other_checkpoints, about_repeated, infeasible, no_room
 from reactivate.planner.offload import Offer, offer_of
 from reactivate.planner.plan import Plan, storage_arguments
 from reactivate.planner.prediction import predict
@@ -299,6 +299,7 @@ class Planner:
         if found is None:
             least, head = self.smallest_bytes(), self._head_search
             advice = ("" if head is None else head.advice()) + about_repeated(self.plain)
+            advice += about_other_checkpoints(self.plain, self.units)
             advice += about_blocks(self.units, module_class_name(self.step.model))
             asked_by = None if asked is None else budget.text
             device = self._device, self.target.memory_bytes

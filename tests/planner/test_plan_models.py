@@ -133,6 +133,14 @@ def test_random_states_that_torchs_checkpoint_keeps_are_counted(budget: str) -> 
     assert plan.fixed.total + measured(case, plan) == plan.predicted.peak_bytes <= plan.budget_bytes
 
 
+def test_the_error_says_that_blocks_run_under_another_checkpoint() -> None:
+    model, x = HalfCheckpointed(), torch.randn(8, 64, DIM)
+    with pytest.raises(
+        PlanInfeasible, match=r"3 blocks, from blocks\.0 to blocks\.4, run under torch's checkpoint, or another"
+    ):
+        reactivate.plan(model, x, budget=1, loss=lambda out: out.sum())
+
+
 def test_gradients_are_summed_in_place() -> None:
     case = Case(nn.Sequential(Pieces(), Pieces()), (torch.randn(256, 8, 64),), loss=torch.sum)
     plan = reactivate.plan(case.model, case.args, budget="100%", loss=case.loss)

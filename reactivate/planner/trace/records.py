@@ -162,6 +162,7 @@ class Trace:
         moves: every transfer to and from a storage, in order.
         stored_bytes: the most that the storage keeps.
         failures: why the storage could not do its part.
+        checkpointed: the paths of the units that a checkpoint of another library calls again in the backward.
         of_data: the paths of the modules that computed something whose size, or whose meaning for Python, is in the numbers
             of tensors; "" for the model itself, or outside of it.
         margin_bytes: what is to be left free beside its peak, for batches with other sizes there.
@@ -176,6 +177,7 @@ class Trace:
     costs: list[Cost] = field(default_factory=list)
     calls: list[list[UnitCall]] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
+    checkpointed: set[str] = field(default_factory=set)
     of_data: set[str] = field(default_factory=set)
     margin_bytes: int = 0
     is_real: bool = False

@@ -310,10 +310,12 @@ class _Tracer(TorchDispatchMode):
     def unit_begins(self, module: Module, args: Any) -> None:
         """A module is called."""
         self._modules.begins(module)
+        path = self._units.get(id(module))
         if is_in_backward():
+            if path is not None and not is_recomputing():
+                self.trace.checkpointed.add(path)
             return
         self._modules.mark(next_node_number())
-        path = self._units.get(id(module))
         if path is None:
             return
         self.resized.look()
