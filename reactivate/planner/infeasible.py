@@ -83,10 +83,10 @@ def about_other_checkpoints(plain: Trace, units: Collection[str]) -> str:
     paths = [path for path in units if path in plain.checkpointed]
     if not paths:
         return ""
-    blocks = paths[0] if len(paths) == 1 else f"{len(paths)} blocks, from {paths[0]} to {paths[-1]},"
+    which = f"{paths[0]} runs" if len(paths) == 1 else f"{len(paths)} blocks, from {paths[0]} to {paths[-1]}, run"
     return (
-        f" {blocks} {'runs' if len(paths) == 1 else 'run'} under torch's checkpoint, or another one, in the plain step already. Turn that off, as with "
-        "model.gradient_checkpointing_disable(), so that the plan can choose what they recompute."
+        f" {which} under torch's checkpoint, or another one, in the plain step already. Turn that off, as with "
+        "model.gradient_checkpointing_disable(), so that the plan can choose what is recomputed."
     )
 
 
