@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -164,3 +165,20 @@ def assert_same_gradients(plain: list[Tensor], ours: list[Tensor]) -> None:
     assert len(plain) == len(ours)
     for index, (one, other) in enumerate(zip(plain, ours)):
         assert_bitwise(one, other, f"gradient {index}")
+
+
+@contextmanager
+def set_to(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> Any:
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+default_dtype = functools.partial(set_to, torch.get_default_dtype, torch.set_default_dtype)
+autocast_dtype = functools.partial(
+    set_to, lambda: torch.get_autocast_dtype("cpu"), functools.partial(torch.set_autocast_dtype, "cpu")
+)
+float32_matmul = functools.partial(set_to, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)

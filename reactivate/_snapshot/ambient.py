@@ -131,7 +131,7 @@ def _as_it_was(values: list[Any], rest: _Rest) -> Iterator[None]:
     at_place = nullcontext() if backend is None or place is None else backend.at_place(place)
     with AmbientState(list(map(ask, READERS))):
         _write_flags(values)
-        with _autocast(rest.autocast), at_place:
+        with _autocast(rest.autocast, values[_NESTING]), at_place:
             replace_dispatch_modes((*filterfalse(_is_users, modes[0]), *rest.dispatch_modes))
             replace_function_modes(rest.function_modes)
             count = is_dispatch_mode_active()
@@ -167,12 +167,17 @@ def _read_autocast() -> tuple[Any, ...]:
 
 
 @contextmanager
-def _autocast(settings: tuple[Any, ...] | None) -> Iterator[None]:
-    """Autocast as in `settings`, None for off, without its cache of cast weights."""
+def _autocast(settings: tuple[Any, ...] | None, nesting: int) -> Iterator[None]:
+    """Autocast as in `settings`, None for off, without its cache of cast weights.
+
+    Args:
+        settings: as `_read_autocast` returns them.
+        nesting: how many contexts the forward was inside of, enabled or not.
+    """
     level = torch.autocast_increment_nesting()
     now, is_cached = _read_autocast(), torch.is_autocast_cache_enabled()
     is_outermost = level == 1 and not any(is_enabled for _, is_enabled, _ in now)
-    if settings is None and is_outermost:
+    if settings is None and nesting == 0 and is_outermost:
         torch.autocast_decrement_nesting()  # so that a context inside is the outermost, and drops its cache
         yield
         return

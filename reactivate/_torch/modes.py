@@ -493,8 +493,8 @@ is_any_autocast_enabled: Callable[[], bool] = resolve_private(
 
 def leave_autocast(nesting: int) -> None:
     """Leave `autocast` contexts until so many are open; with the last one go the casts that it kept."""
-    found = torch.autocast_increment_nesting()
-    while found > nesting:
-        found = torch.autocast_decrement_nesting()
-        if not found:
+    count = torch.autocast_increment_nesting() and torch.autocast_decrement_nesting()
+    while count > nesting:
+        count = torch.autocast_decrement_nesting()
+        if not count:
             torch.clear_autocast_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Mapping
 from threading import Lock
 from types import ModuleType
@@ -119,6 +120,9 @@ class Installation:
         return self
 
 
+_APPLY: Any = inspect.getattr_static(Function, "apply")
+
+
 def _swap(old: Any, new: Any) -> Swap:
     """Return what takes the place of `old`: of an `autograd.Function` a subclass, which alone is applied as `new` is.
 
@@ -132,7 +136,8 @@ def _swap(old: Any, new: Any) -> Swap:
         def apply(cls, *args: Any, **kwargs: Any) -> Any:
             if cls is Applied:  # after `remove`, which finds the name here too, none is
                 return new.apply(*args, **kwargs)
-            return super().apply(*args, **kwargs)
+            # Not `super()`: another installation would put its own class into the cell that this reads.
+            return _APPLY.__get__(None, cls)(*args, **kwargs)
 
     Applied.__doc__ = new.__doc__
     return Swap(old, Applied)

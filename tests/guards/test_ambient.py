@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from journal import Journal
-from oracle import Watched, assert_bitwise
+from oracle import Watched, assert_bitwise, leaf
 from several import each
+from surroundings import autocast_dtype, default_dtype, float32_matmul
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -25,27 +25,6 @@ from reactivate._passes.observing import observed_by
 from reactivate._torch import modes as modes_room
 from reactivate._torch.modes import FLAGS, dispatch_modes, function_modes
 from reactivate.guards import DEFAULT
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
-
-
-@contextmanager
-def set_to(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> Any:
-    before = read()
-    write(value)
-    try:
-        yield
-    finally:
-        write(before)
-
-
-default_dtype = functools.partial(set_to, torch.get_default_dtype, torch.set_default_dtype)
-autocast_dtype = functools.partial(
-    set_to, lambda: torch.get_autocast_dtype("cpu"), functools.partial(torch.set_autocast_dtype, "cpu")
-)
-float32_matmul = functools.partial(set_to, torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
 
 
 class SinIsCos(TorchFunctionMode):
@@ -446,37 +425,3 @@ def test_a_recomputation_that_another_waits_for_has_a_cache_of_casts_as_the_forw
 
     ours = step(lambda fn: reactivate.checkpoint(fn, policy=Second(), early_stop=False))
     assert torch.equal(step(lambda fn: fn), ours)
-
-
-def casts_by_hand(x: Tensor, linear: nn.Linear) -> Tensor:
-    torch.set_autocast_enabled("cpu", True)  # without a context, so that nothing drops the cache of what is cast
-    h = linear(x)
-    return linear(h.sin()) * linear(h)
-
-
-def casts_in_two_contexts(x: Tensor, linear: nn.Linear) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        h = linear(x).float()
-    with torch.autocast("cpu", torch.float16):
-        return h.sin() * linear(x).float().exp()
-
-
-@pytest.mark.parametrize("fn", [casts_by_hand, casts_in_two_contexts])
-@pytest.mark.parametrize("check", ["first", "every", "none"])
-def test_the_cache_of_casts_is_as_in_the_forward(fn: Callable[..., Tensor], check: Any) -> None:
-    """Also where a checksum is taken, and where another setting differs in the backward."""
-
-    def once(wrap: Callable[..., Any]) -> list[Tensor]:
-        torch.manual_seed(0)
-        linear, x = nn.Linear(16, 16), leaf(8, 16)
-        try:
-            out = wrap(fn)(x, linear).float().sum()
-            with autocast_dtype(torch.float16):
-                out.backward()
-        finally:
-            torch.set_autocast_enabled("cpu", False)
-            torch.clear_autocast_cache()
-        return [x.grad, linear.weight.grad, linear.bias.grad]
-
-    for one, other in zip(once(lambda fn: fn), once(lambda fn: reactivate.checkpoint(fn, check=check))):
-        assert_bitwise(one, other, "autocast")
