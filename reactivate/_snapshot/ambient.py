@@ -191,7 +191,7 @@ def _autocast(settings: tuple[Any, ...] | None, nesting: int) -> Iterator[None]:
         torch.clear_autocast_cache()
     before, _recomputing.level = _recomputing.level, level if is_alone else -1
     _write_autocast(settings or tuple((kind, False, dtype) for kind, _, dtype in now))
-    torch.set_autocast_cache_enabled(is_alone)
+    torch.set_autocast_cache_enabled(is_alone and is_cached)
     try:
         yield
     finally:

@@ -95,3 +95,17 @@ def test_a_recomputation_leaves_no_casts_that_a_plain_step_would_not(
 
     for number, (one, other) in enumerate(zip(trained(lambda fn: fn), trained(reactivate.checkpoint))):
         assert_bitwise(one, other, f"step {number}")
+
+
+def test_contexts_of_autocast_inside_of_one_without_a_cache() -> None:
+    def once(wrap: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        linear, x = nn.Linear(16, 16), leaf(8, 16)
+        region = wrap(casts_in_two_contexts)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            out = region(x, linear)
+        out.float().sum().backward()
+        return [x.grad, linear.weight.grad, linear.bias.grad]
+
+    for one, other in zip(once(lambda fn: fn), once(reactivate.checkpoint)):
+        assert_bitwise(one, other, "autocast")
