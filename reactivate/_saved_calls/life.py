@@ -431,9 +431,10 @@ class RecomputationLog(Log):
             if not any(isinstance(item, Kept) and item.is_overwritten for item in outputs):
                 # To load may recompute a region around this one.
                 results = [item.load() if isinstance(item, Kept) else item for item in outputs]
-                shared = {id(item): at for at, item in enumerate(outputs) if isinstance(item, Kept) and item.is_shared}
+                both = zip(outputs, results)
+                shared = {id(item): result for item, result in both if isinstance(item, Kept) and item.is_shared}
                 if shared:
-                    self._matching.share(call, {kept: results[at] for kept, at in shared.items()})
+                    self._matching.share(call, shared)
                 return results
         except RuntimeError as error:
             if not is_of_a_write(error):

@@ -50,17 +50,15 @@ class Kept:
     """
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "form",
-            "handle",
-            "is_overwritten",
-            "is_shared",
-            "is_there_anyway",
-            "storage",
-            "tensor",
-            "version",
-        ),
+        "__weakref__",
+        "form",
+        "handle",
+        "is_overwritten",
+        "is_shared",
+        "is_there_anyway",
+        "storage",
+        "tensor",
+        "version",
     )
 
     def __init__(self, tensor: Tensor, version: int, storage: Storage, is_there_anyway: bool = False) -> None:
