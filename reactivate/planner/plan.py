@@ -302,7 +302,8 @@ def _differences(model: Module, units: int, decisions: Sequence[Decision]) -> It
         yield f"it has {found} blocks and other modules that contain modules, and the planned model had {units}"
     modules = dict(model.named_modules())
     for decision in decisions:
-        module = modules.get(decision.path) or span_at(model, decision.path)
+        # Not `or`: modules have lengths, and one of torch.compile's raises where it is asked for it.
+        module = modules[decision.path] if decision.path in modules else span_at(model, decision.path)
         where = repr(decision.path or THE_MODEL)
         if module is None:
             yield f"it has no {where}"

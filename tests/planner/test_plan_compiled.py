@@ -366,6 +366,18 @@ def test_what_blocks_cannot_have_is_refused(planned_for_blocks: Plan) -> None:
         reactivate.plan(nn.Linear(4, 4), torch.randn(2, 4), budget="50%", compiled="blocks")
 
 
+def test_blocks_that_torch_compile_replaced_are_planned_as_they_run_eagerly() -> None:
+    """They have a `__len__` that raises, as their blocks have none."""
+    net = model()
+    for number, block in enumerate(net.blocks):
+        net.blocks[number] = torch.compile(block, backend="eager")
+    with pytest.warns(UserWarning, match=r"has compiled modules \(blocks.0…blocks.2 .*, pass compiled='blocks'"):
+        plan = planned(net, "60%")
+    with reactivate.apply(net, plan):
+        verdict = reactivate.verify(net, TOKENS)
+    assert verdict.is_same and verdict.regions > 0
+
+
 def test_blocks_that_must_be_whole_graphs_are_planned_as_they_run_eagerly() -> None:
     net = model()
     for block in net.blocks:
