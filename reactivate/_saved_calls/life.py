@@ -43,6 +43,7 @@ from reactivate._torch.autograd import (
     hook_backward,
     innermost_pack_hook,
     is_forward_mode_active,
+    is_of_a_region,
     next_node_number,
     pop_hooks_of,
     pop_saved_tensor_hooks,
@@ -293,7 +294,8 @@ class ForwardLog(Log):
             if is_written or (bits is not None and call.reason is None and bits.written()):
                 call.reason = "its result is written to afterwards"
                 self._keep_nothing(call)
-        region, has_hooks = self.region, innermost_pack_hook() is not None
+        region, pack = self.region, innermost_pack_hook()
+        has_others_hooks = pack is not None and not is_of_a_region(pack)
         last = last_needed(region) if region.early_stop else len(region.saved)
         for call in self.calls:
             if last < call.stop:
@@ -302,7 +304,7 @@ class ForwardLog(Log):
             for item in call.outputs or ():
                 if isinstance(item, Kept):
                     item.settle(name)
-                    item.is_shared = has_hooks
+                    item.is_shared = has_others_hooks and item.storage is DEVICE
             for index in range(call.start, call.stop):
                 slot = region.slot_of(index)
                 if slot is not None and slot.kept is not None:

@@ -103,6 +103,11 @@ def is_of_checkpointing(pack: Any) -> bool:
     return getattr(pack, "_checkpoint_internal", False) or getattr(pack, "__module__", None) == "torch.utils.checkpoint"
 
 
+def is_of_a_region(pack: Any) -> bool:
+    """Return whether a pack hook is a region's, which hands a tensor out as often as it is read."""
+    return str(getattr(getattr(pack, "func", pack), "__module__", "")).startswith("reactivate.")
+
+
 def beside_users_hooks(pack: Any) -> Any:
     """Return a marked pack hook that also says which hooks of the user's are around it."""
     if _top_saved_tensor_hooks(True) is None:

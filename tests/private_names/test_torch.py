@@ -505,6 +505,33 @@ def a_storage_that_a_program_resizes_is_told() -> None:
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
+@needs("RandomStatesTaken")
+def a_random_state_that_a_program_takes_is_told() -> None:
+    """Behaviour: `test_plan_models`."""
+    told: list[Any] = []
+    before, states = torch.get_rng_state, room.RandomStatesTaken(told.append)
+    states.begin()
+    taken = torch.get_rng_state()
+    with torch.random.fork_rng(devices=()):
+        pass
+    states.end()
+    assert len(told) == 2 and told[0] is taken and torch.get_rng_state is before
+
+
+@needs("is_of_a_region")
+def a_hook_of_a_region_is_known() -> None:
+    """Behaviour: `test_saved_calls_once`."""
+    packs: list[Any] = []
+
+    def region(x: Tensor) -> Tensor:
+        packs.append(room.innermost_pack_hook())
+        return x.sin()
+
+    reactivate.checkpoint(region)(torch.ones(2, requires_grad=True))
+    torch.utils.checkpoint.checkpoint(region, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert [room.is_of_a_region(pack) for pack in packs] == [True, False]
+
+
 @needs("collective_writes")
 def a_collective_tells_what_it_writes_to_as_long_as_somebody_listens() -> None:
     """Behaviour: `test_collectives`."""
