@@ -91,12 +91,12 @@ def written_before_saved(region: Region, index: int, tensor: Tensor) -> Mutation
 
 
 def written_after_saved(region: Region, number: int) -> MutationError:
-    """The region wrote to a tensor that an op before it had saved; autograd raises for that without a region too."""
+    """A tensor that an op of the region had saved was written to; autograd raises for that without a region too."""
     # Hooks around the region may keep a copy, or let autograd allow the write.
     plainly = "Without checkpointing autograd refuses this too. " if region.users_hooks is None else ""
     return MutationError(
-        f"One of the variables needed for gradient computation has been modified by an inplace operation: the region "
-        f"`{name_of(region)}` wrote to a tensor that it had saved at {line_of(saved_at(region, number))}. "
+        f"One of the variables needed for gradient computation has been modified by an inplace operation: what the region "
+        f"`{name_of(region)}` had saved at {line_of(saved_at(region, number))} was written to afterwards. "
         f"{plainly}Use the out-of-place op, or write to a clone."
     )
 

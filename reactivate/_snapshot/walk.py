@@ -357,7 +357,7 @@ class Walk:
             self.look(fn.__func__, place, depth)
             self.look(fn.__self__, f"{place}.__self__", depth)
         elif kind is BuiltinFunctionType or kind is MethodWrapperType:
-            if not isinstance(fn.__self__, (ModuleType, type)):  # whose functions and class methods they are
+            if not isinstance(fn.__self__, ModuleType):  # whose functions they are
                 self.look(fn.__self__, f"{place}.__self__", depth)
         elif issubclass(kind, functools.partial):
             if fn.__dict__ or self.is_of_modules or holds_iterator(fn.args):

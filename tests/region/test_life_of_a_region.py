@@ -17,6 +17,8 @@ from several import check_each
 from torch import nn
 
 import reactivate
+from reactivate._region.region import Region
+from reactivate._torch.autograd import FUNCTION_APPLY_CODE
 
 PAGE = (Path(__file__).parents[2] / "docs" / "life-of-a-region.md").read_text(encoding="utf-8")
 STEPS = re.split(r"^### (\d+)\. .*$", PAGE.partition("\n## Questions")[0], flags=re.MULTILINE)
@@ -72,6 +74,9 @@ def test_a_warm_call_goes_through_the_steps_in_their_order() -> None:
     finally:
         sys.setprofile(None)
     position = 0
+    unpack, unpack_slot = Region.unpack.__code__, Region.unpack_slot.__code__
+    if FUNCTION_APPLY_CODE is None:  # there each tensor goes the way of those that may be read again
+        path = [(file, name, unpack_slot if code is unpack else code) for file, name, code in path]
     for file, name, code in path:
         assert code in calls[position:], f"{file} {name} does not run where the page says"
         position = calls.index(code, position)

@@ -278,7 +278,7 @@ def test_a_saved_call_in_a_recomputation_reads_no_weight_that_was_written_to_sin
     out = reactivate.checkpoint(lambda x: inner(x.cos()))(x)
     with torch.no_grad():
         layer.weight.mul_(2)
-    with pytest.raises(reactivate.errors.MutationError, match="weight"):
+    with pytest.raises(reactivate.errors.MutationError, match="`Linear` had saved .* was written to afterwards"):
         out.sum().backward()
 
 
