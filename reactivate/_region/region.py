@@ -40,7 +40,7 @@ from reactivate._region.scripts import call_watched, is_being_watched, refuse_wa
 from reactivate._region.sharing import current_group, groups, is_read_by_another
 from reactivate._region.transforms import is_plain_under_transform
 from reactivate._saved_calls.life import ForwardLog
-from reactivate._saved_calls.saved_call import SETTLING_CODE, SavedCall, Slot
+from reactivate._saved_calls.saved_call import SETTLING_CODE, Kept, SavedCall, Slot
 from reactivate._snapshot.call import Call
 from reactivate._snapshot.inputs import Input, WrittenInput
 from reactivate._snapshot.moment import Moment
@@ -130,7 +130,6 @@ class Region:
     cells: Sequence[Any]
     specs: Sequence[Any]
     saved: list[Saved]
-    read_again: set[int]
     script_graph: Any
     entries: Any
     snapshots: list[Any]
@@ -143,6 +142,7 @@ class Region:
     slots: list[ref[Slot]] | None = None
     values: Values = {}  # noqa: RUF012
     replaced: Mapping[int, Any] = MappingProxyType({})
+    read_again: set[int] = set()  # noqa: RUF012
     saved_calls: Sequence[SavedCall] = ()
     seen_modules: Sequence[Any] = ()
     places: dict[int, SavePlace] | None = None
@@ -180,7 +180,7 @@ class Region:
         self.closed_code, self.specs, self.inputs, self.cells = call.closed_code, call.specs, call.inputs, call.cells
         if call.is_hooked:
             self.users_hooks = users_hooks()
-        self.saved, self.read_again = [], set()
+        self.saved = []
         self.lock = RLock()
         self.script_graph = last_script_graph()
         tree = call.tree if options.restores_modules else None
@@ -193,10 +193,11 @@ class Region:
         for before in options.befores:
             tokens.append(before(call))
         is_compared = is_due(call, options.check, options.choice)
-        pack: Any = self.pack
-        if is_compared or observers or not options.are_ordinary or fences() or not self.is_ordinary:
+        if is_compared or observers or fences() or not (options.are_ordinary and self.is_ordinary):
             self.is_ordinary = False
             pack = self._choose_pack(call, is_compared)
+        else:
+            pack = self.pack
         if asks_for_users_hooks:
             pack = beside_users_hooks(pack)
         push_saved_tensor_hooks(pack, self.unpack if self.slots is None and not _NO_FRAME_TELLS else self.unpack_slot)
@@ -250,7 +251,7 @@ class Region:
             refuse_stale(tensor)
         code, saved = frame.f_code, self.saved
         if code is FUNCTION_APPLY_CODE or code is SETTLING_CODE:  # a custom function may read it as often as it wants
-            self.read_again.add(len(saved))
+            self.note_read_again(len(saved))
         saved.append((metadata_of(tensor), code, frame.f_lasti))
         return len(saved) - 1
 
@@ -268,6 +269,12 @@ class Region:
                 return log.pending.pack(tensor)
             log.finish_pending()
         return self._note(self.pack(tensor, _getframe(1)), tensor, _getframe(1))
+
+    def note_read_again(self, number: int) -> None:
+        """Keep the value of a saved tensor for as long as a backward runs."""
+        if not self.read_again:  # what all regions have
+            self.read_again = set()
+        self.read_again.add(number)
 
     def _note(self, number: int, tensor: Tensor, frame: FrameType) -> Slot:
         if self.places is not None:
@@ -405,7 +412,7 @@ class Region:
             return self.unpack_slot(number)
         found: Any = self.values.pop(number, None)
         if found is None:
-            found = self._recomputed(number, number)
+            found = self._recomputed(number)
             self.values.pop(number, None)
         value: Tensor
         value, version = found
@@ -415,8 +422,8 @@ class Region:
 
     def unpack_slot(self, handle: Any) -> Tensor:
         """Autograd asks for a tensor that it saved: by its slot, or by its number."""
-        number = handle if type(handle) is int else handle.number
-        found = self.values.get(number) or self._recomputed(number, handle)
+        number, kept = (handle, None) if type(handle) is int else (handle.number, handle.kept)
+        found = self.values.get(number) or self._recomputed(number, kept)
         if found is None:
             return self._load(handle)
         value, version = found
@@ -428,25 +435,21 @@ class Region:
             self.values.pop(number, None)
         return value
 
-    def _recomputed(self, number: int, handle: Any) -> tuple[Tensor, int] | None:
+    def _recomputed(self, number: int, kept: Kept | None = None) -> tuple[Tensor, int] | None:
         """Return a tensor after a recomputation, None if a saved call keeps it."""
-        kept = handle.kept if type(handle) is Slot else None
-        is_shared = kept is not None and kept.is_shared
         with self.lock:  # autograd has a thread for each device; the one that comes second finds its value
-            while True:
-                found = self.values.get(number)  # of a recomputation during the forward: only what was saved by then
-                if found is not None:
-                    break
-                # For the first time, or again, if another backward has taken it.
+            # A recomputation during the forward has found only what was saved by then, and another backward may take it.
+            is_tried = False
+            while (found := self.values.get(number)) is None:
                 if self.is_in_forward:
                     if self.forward_log is not None:
                         self.forward_log.rerun_all("a backward inside of the region reads what is there by then")
-                elif kept is not None and not is_shared:
+                elif kept is not None and (is_tried or not kept.is_shared):
                     return None
-                is_shared = False
                 if counting_threads and get_ident() in counting_threads:
                     raise NotKept
                 recompute(self)
+                is_tried = True
             self._limit_lifetime()
             return found
 

@@ -90,7 +90,7 @@ class RunningCall:
         self.saved.append((slot, tensor, version))
         region.saved.append(((tensor.shape, tensor.dtype, tensor.device, version), *self.saved_call.location))
         region.slots.append(ref(slot))
-        region.read_again.add(number)
+        region.note_read_again(number)
         if region.check is not None:
             region.check.note(number, tensor)
         return slot

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 from reactivate._snapshot.generators import RandomStream, numpy_stream, python_stream, torch_stream
 from reactivate._torch.modes import ask
 
-join = b"".join
-"""Copies the bytes of many views in one call."""
-
+_join = b"".join  # copies the bytes of many views in one call
 
 _nothing_else: Callable[[], Any] = [].clear
 """What to ask of a stream of which memory says all: a call of C that returns None."""
@@ -30,34 +28,31 @@ class StreamMoment(NamedTuple):
     state: Any
 
 
-_NONE = StreamMoment((b"", ...), None)  # what is seen of no stream
+_NOT_SEEN = StreamMoment((b"", ...), None)
 
 
 class RngSnapshot(NamedTuple):
     """All streams at one moment.
 
     Attributes:
-        seen: what `(*map(join, memory), *map(ask, asks))` of the streams was.
+        seen: what `RandomStreams.look` saw.
         moments: of each stream.
     """
 
-    seen: tuple[Any, ...]
+    seen: list[tuple[bytes, Any]]
     moments: list[StreamMoment]
 
 
 class RandomStreams:
     """Torch's generator of the CPU, Python's `random`, and NumPy's global generator once NumPy is imported.
 
-    `(*map(join, memory), *map(ask, asks))` differs after a draw. What looks for each region does so in place, without a
-    call of Python's.
-
     Attributes:
         last: the current snapshot, if nothing was drawn since.
         lacks_numpy: whether NumPy's generator is not among them yet.
     """
 
-    memory: list[Sequence[memoryview]]
-    asks: list[Callable[[], Any]]
+    _memory: list[Sequence[memoryview]]
+    _asks: list[Callable[[], Any]]
     last: RngSnapshot
 
     def __init__(self) -> None:
@@ -67,9 +62,13 @@ class RandomStreams:
 
     def _use(self, streams: list[RandomStream]) -> None:
         self._streams = streams
-        self.memory = [stream.memory for stream in streams]
-        self.asks = [stream.ask or _nothing_else for stream in streams]
-        self.last = RngSnapshot((), [])  # what no look returns
+        self._memory = [stream.memory for stream in streams]
+        self._asks = [stream.ask or _nothing_else for stream in streams]
+        self.last = RngSnapshot([], [_NOT_SEEN] * len(streams))  # what no look returns
+
+    def look(self) -> list[tuple[bytes, Any]]:
+        """Return of each stream what differs after a draw."""
+        return [*zip(map(_join, self._memory), map(ask, self._asks))]
 
     def now(self) -> RngSnapshot:
         """Return the current snapshot: the last one, as long as nothing was drawn."""
@@ -79,29 +78,26 @@ class RandomStreams:
                 if stream is not None:
                     self.lacks_numpy = False
                     self._use([*self._streams, stream])
-            last, count = self.last, len(self._streams)
-            seen = (*map(join, self.memory), *map(ask, self.asks))
+            last, seen = self.last, self.look()
             while last.seen != seen:
-                known = last.moments if len(last.moments) == count else [_NONE] * count
+                known = [*last.moments, _NOT_SEEN]  # by a snapshot from before NumPy was imported one is missing
                 moments = [
                     moment if moment.seen == part else StreamMoment(part, stream.read())
-                    for stream, moment, part in zip(self._streams, known, zip(seen, seen[count:]))
+                    for stream, moment, part in zip(self._streams, known, seen)
                 ]
-                before, seen = seen, (*map(join, self.memory), *map(ask, self.asks))
+                before, seen = seen, self.look()
                 if before == seen:  # otherwise another thread has drawn meanwhile
                     last = self.last = RngSnapshot(seen, moments)
             return last
 
-    def rewind(self, snapshot: RngSnapshot, seen: tuple[Any, ...] | None = None) -> None:
+    def rewind(self, snapshot: RngSnapshot, seen: list[tuple[bytes, Any]] | None = None) -> None:
         """Set the streams to a snapshot, which is the current one from here on.
 
         Args:
             snapshot: the snapshot.
             seen: what is seen of them now, if that is known.
         """
-        if seen is None:
-            seen = (*map(join, self.memory), *map(ask, self.asks))
-        for stream, moment, part in zip(self._streams, snapshot.moments, zip(seen, seen[len(self._streams) :])):
+        for stream, moment, part in zip(self._streams, snapshot.moments, seen or self.look()):
             if moment.seen != part:
                 stream.write(moment.state)
         self.last = snapshot

@@ -28,7 +28,7 @@ class RewoundTensors:
 
     _small: SmallCopy | None = None
     _is_small_same = True
-    _may_differ: bool | None = None  # those that are not small; None before a look
+    _may_differ = True  # those that are not small
     _is_rewound = False
     _marks: Mapping[int | None, int] = MappingProxyType({})  # what this has added to the table
     _hidden: Mapping[int | None, int] = MappingProxyType({})  # what the table held in the place of these
@@ -41,7 +41,7 @@ class RewoundTensors:
         self._state = state
 
     def differs(self) -> bool:
-        """Return whether the tensors are not known to hold what they held; what was seen holds if `__enter__` is next."""
+        """Return whether the tensors are not known to hold what they held; `__enter__` comes next."""
         state = self._state
         if state.small is not None:
             self._small = SmallCopy(state.small.tensors, state.small.places)
@@ -56,23 +56,23 @@ class RewoundTensors:
         state = self._state
         self._tensors = [*state.tensors, *(item.tensor for item in state.written)] if state.written else state.tensors
         self._versions = versions_of(self._tensors)
-        if self._may_differ is None:
-            self.differs()
         try:
             if self._may_differ and (state.shadows or state.groups or state.written):
                 self._rewind_large()
-            if self._small is not None and state.small is not None and not self._is_small_same:
-                self._small.keep_memory(state.small)
-                state.small.put(SmallCopy(state.small.tensors, state.small.places) if self._is_rewound else self._small)
+            if not self._is_small_same:
+                self._rewind_small(state.small, self._small)
             versions = state.noted_versions() if state.written else state.versions
-            is_small_same = self._small is None or self._is_small_same
             # Otherwise what autograd saves of this memory is what it would save outside.
-            if self._is_rewound or not is_small_same or self._versions != versions:
+            if self._is_rewound or not self._is_small_same or self._versions != versions:
                 self._mark_memory()
                 self._set_versions(versions)
         except BaseException:
             self.__exit__()
             raise
+
+    def _rewind_small(self, before: Any, now: Any) -> None:
+        now.keep_memory(before)
+        before.put(SmallCopy(before.tensors, before.places) if self._is_rewound else now)
 
     def _rewind_large(self) -> None:
         """Write to the tensors that are not small, and may hold something else by now."""
@@ -98,11 +98,10 @@ class RewoundTensors:
             written = {id(item) for item, *_ in self._writes}
             rewound = [index for index, item in enumerate(tensors) if index >= count or id(item) in written]
             tensors, versions = [tensors[index] for index in rewound], [versions[index] for index in rewound]
-        are_small = state.small is not None and state.small.tensors is tensors
-        keys = [item.untyped_storage()._cdata for item in tensors] if are_small else list(map(memory_of, tensors))
-        self._marks = marks = dict(zip(keys, versions))
+        self._marks = marks = dict(zip(map(memory_of, tensors), versions))
         marks.pop(None, None)
-        self._hidden = {key: rewound_memory[key] for key in marks.keys() & rewound_memory.keys()}
+        if rewound_memory:
+            self._hidden = {key: rewound_memory[key] for key in marks.keys() & rewound_memory.keys()}
         rewound_memory.update(marks)
 
     @torch.no_grad()

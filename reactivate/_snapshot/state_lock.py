@@ -97,10 +97,9 @@ class StateLock:
             differs: () -> what is to be set back. What it has looked at last holds for what comes next.
         """
         scope = differs()
-        if scope and (entered := _entered.get()):
-            self._take_turn(entered[-1], scope, differs)
-
-    def _take_turn(self, entry: LockEntry, scope: Scope, differs: Callable[[], Scope]) -> None:
+        if not (scope and (entered := _entered.get())):
+            return
+        entry = entered[-1]
         before = entry.scope
         with self._mutex:
             while not self._may_set_back(entry, scope):
@@ -108,10 +107,10 @@ class StateLock:
                 found = differs()  # another thread may have set state back meanwhile
                 if found <= scope:
                     entry.scope = max(before, found)
+                    if not entry.scope:
+                        self.writers.remove(entry)
                     break
                 scope = found
-            if not entry.scope:
-                self.writers.remove(entry)
 
     def wake(self, entry: LockEntry) -> None:
         """Let others look again whether they may; an entry has just left `inside`."""

@@ -20,10 +20,9 @@ from reactivate._snapshot.generators import (
     state_of_generator,
     torch_stream,
 )
-from reactivate._snapshot.random_streams import STREAMS, RngSnapshot, join
+from reactivate._snapshot.random_streams import STREAMS, RngSnapshot
 from reactivate._snapshot.state_lock import STATE_LOCK, Scope
 from reactivate._torch.autograd import current_backward, on_backward_end
-from reactivate._torch.modes import ask
 from reactivate._torch.rng import accelerator_device
 from reactivate._types import Call, Guard
 from reactivate.errors import RecomputeMismatchError
@@ -59,7 +58,7 @@ class RewoundRng:
         self._present: Any = snapshot
 
     def __enter__(self) -> None:
-        if self._others or (*map(join, STREAMS.memory), *map(ask, STREAMS.asks)) != self._snapshot.seen:
+        if self._others or STREAMS.look() != self._snapshot.seen:
             self._rewind()
 
     def _rewind(self) -> None:
@@ -86,7 +85,7 @@ class RewoundRng:
                 for other in reversed(self._rewound):
                     other.__exit__(*error)
         finally:
-            seen = (*map(join, STREAMS.memory), *map(ask, STREAMS.asks))
+            seen = STREAMS.look()
             if seen != self._present.seen:
                 STREAMS.rewind(self._present, seen)
             STREAMS.last = self._present
@@ -111,7 +110,7 @@ class Rng(Guard):
 
     def before(self, call: Call) -> RngSnapshot | RngState:
         snapshot = STREAMS.last
-        if (*map(join, STREAMS.memory), *map(ask, STREAMS.asks)) != snapshot.seen or (
+        if STREAMS.look() != snapshot.seen or (
             STREAMS.lacks_numpy and "numpy.random" in sys.modules
         ):
             snapshot = STREAMS.now()
