@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from reactivate._setting import set_to
-from reactivate._snapshot.kinds import package_of
+from reactivate._snapshot.kinds import is_of_torch, package_of
 from reactivate._torch.modes import (
     dispatch_modes,
     function_modes,
@@ -41,6 +41,11 @@ def set_aside() -> Iterator[None]:
 def is_seen() -> bool:
     """Return whether a mode would see an op that is made now."""
     return is_function_mode_active() or is_dispatch_mode_active() > 0
+
+
+def is_seen_by_users() -> bool:
+    """Return whether code of the user's would see an op that is made now."""
+    return is_seen() and not all(map(is_of_torch, map(type, (*function_modes(), *dispatch_modes()))))
 
 
 def unseen(function: Callable[..., Any], *args: Any) -> Any:

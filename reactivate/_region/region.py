@@ -193,11 +193,10 @@ class Region:
         for before in options.befores:
             tokens.append(before(call))
         is_compared = is_due(call, options.check, options.choice)
+        pack: Any = self.pack
         if is_compared or observers or fences() or not (options.are_ordinary and self.is_ordinary):
             self.is_ordinary = False
             pack = self._choose_pack(call, is_compared)
-        else:
-            pack = self.pack
         if asks_for_users_hooks:
             pack = beside_users_hooks(pack)
         push_saved_tensor_hooks(pack, self.unpack if self.slots is None and not _NO_FRAME_TELLS else self.unpack_slot)
@@ -272,8 +271,7 @@ class Region:
 
     def note_read_again(self, number: int) -> None:
         """Keep the value of a saved tensor for as long as a backward runs."""
-        if not self.read_again:  # what all regions have
-            self.read_again = set()
+        self.read_again = self.read_again or set()  # an empty one may be that of all regions
         self.read_again.add(number)
 
     def _note(self, number: int, tensor: Tensor, frame: FrameType) -> Slot:
@@ -423,8 +421,7 @@ class Region:
     def unpack_slot(self, handle: Any) -> Tensor:
         """Autograd asks for a tensor that it saved: by its slot, or by its number."""
         number, kept = (handle, None) if type(handle) is int else (handle.number, handle.kept)
-        found = self.values.get(number) or self._recomputed(number, kept)
-        if found is None:
+        if (found := self.values.get(number) or self._recomputed(number, kept)) is None:
             return self._load(handle)
         value, version = found
         if value._version != version:

@@ -26,7 +26,7 @@ from torch import Tensor, is_inference_mode_enabled
 from torch.nn import Parameter
 
 from reactivate._passes.check import BitsBefore
-from reactivate._passes.logs import is_seen, unseen
+from reactivate._passes.logs import is_seen, is_seen_by_users, unseen
 from reactivate._passes.observing import observers, tell
 from reactivate._passes.places import user_frame_inside
 from reactivate._passes.stale import is_of_a_write
@@ -137,6 +137,8 @@ class ForwardLog(Log):
         if self.pending is not None:
             self.finish_pending()
         reason = self._why_not_saved() if innermost_pack_hook() is self._pack else _OTHER_HOOKS
+        if is_seen_by_users():
+            decision = decision.of_users()
         what = self, decision, number, action.storage, fn, args, kwargs, reason
         call: RunningCall = unseen(RunningCall, *what) if is_seen() else RunningCall(*what)
         if observers:

@@ -53,11 +53,12 @@ class RunningCall:
         reason: str | None,
     ) -> None:
         region = log.region
+        arguments = tensors_in(args, kwargs) if reason is None else []
+        decision = decision.of_call(fn, arguments)
         self.decision, self.storage = decision, storage
         self._region, self.users_hooks = region, region.users_hooks
         self.saved: list[tuple[Slot, Tensor, int]] = []
         self.effect: str | None = None
-        arguments = tensors_in(args, kwargs) if reason is None else []
         self.objects = objects_in(args, kwargs) if decision.is_users and reason is None else []
         self._effects: Effects | None = None
         self._versions = versions_of(arguments)

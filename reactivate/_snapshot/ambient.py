@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reactivate._backends import accelerator, current_place
-from reactivate._snapshot.kinds import package_of
+from reactivate._snapshot.kinds import is_of_torch, package_of
 from reactivate._torch.modes import (
     FLAGS,
     ask,
@@ -156,7 +156,7 @@ def _is_ours(mode: Any) -> bool:
 
 def _is_users(mode: Any) -> bool:
     # torch's own count what runs (FLOPs, memory) or belong to its selective checkpointing, which has its own contexts.
-    return package_of(type(mode)) not in ("reactivate", "torch")
+    return not is_of_torch(type(mode))
 
 
 def _read_autocast() -> tuple[Any, ...]:

@@ -50,6 +50,12 @@ def package_of(kind: type) -> str:
     return module.partition(".")[0] if isinstance(module, str) else ""
 
 
+@cached_by_class
+def is_of_torch(kind: Any) -> bool:
+    """Return whether a class, of a tensor or a mode say, is torch's own or ours: it runs no code of the user's."""
+    return package_of(kind) in ("torch", "reactivate")
+
+
 def users_classes(kind: type) -> Iterable[type]:
     """Return a class and those it is derived from, but for those of libraries."""
     return filter(is_users_class, kind.__mro__)

@@ -110,9 +110,7 @@ class Rng(Guard):
 
     def before(self, call: Call) -> RngSnapshot | RngState:
         snapshot = STREAMS.last
-        if STREAMS.look() != snapshot.seen or (
-            STREAMS.lacks_numpy and "numpy.random" in sys.modules
-        ):
+        if STREAMS.look() != snapshot.seen or (STREAMS.lacks_numpy and "numpy.random" in sys.modules):
             snapshot = STREAMS.now()
         has_more = trackers or call.generators or self._backends is not None
         if not has_more and accelerator_device() is None and "torch_xla" not in sys.modules:

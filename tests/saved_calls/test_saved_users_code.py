@@ -1,0 +1,139 @@
+"""Saved calls of torch's functions and modules in which code of the user's runs: of a subclass, a mode, a `forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from several import each
+from state_programs import Program, Wrap, backward, check_program
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import reactivate
+from reactivate import policies
+from reactivate._passes.observing import observed_by
+
+STEPS = 3  # the third call is not compared
+POLICIES = {
+    "op": policies.save_ops("linear", "conv1d", "softplus"),
+    "intensive": policies.compute_intensive(),
+    "modules": policies.save_modules("first", "conv"),
+}
+
+
+class Model(nn.Module):
+    """Two saved calls, and behind them what reads random numbers and state that code in these may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.conv, self.dropout = nn.Linear(4, 4), nn.Conv1d(3, 3, 1), nn.Dropout(0.5)
+        self.count, self.log = 0, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.softplus(self.conv(self.first(x).sin()).sin())
+        return self.dropout(y).sin() * (1 + self.count) * len(self.log)
+
+
+def draw(model: Model) -> Tensor:
+    return torch.rand(())
+
+
+def count(model: Model) -> Tensor:
+    model.count += 1
+    model.log.append(1)
+    return torch.ones(())
+
+
+Act = Callable[[Model], Tensor]
+
+
+def subclass(model: Model, act: Act) -> None:
+    class Weight(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_function__(func, types, args, kwargs or {})
+            return result.as_subclass(Tensor) + act(model) if func in (F.linear, F.conv1d) else result
+
+    for module in (model.first, model.conv):
+        module.weight = nn.Parameter(module.weight.detach().as_subclass(Weight))
+
+
+def forwards(model: Model, act: Act) -> None:
+    def replaced(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: forward(x) + act(model)
+
+    model.first.forward = replaced(model.first.forward)
+    model.conv._conv_forward = lambda x, *rest: nn.Conv1d._conv_forward(model.conv, x, *rest) + act(model)
+
+
+def function_mode(model: Model, act: Act) -> AbstractContextManager[Any]:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            return result + act(model) if func in (F.linear, torch.conv1d, F.softplus) else result
+
+    return Mode()
+
+
+def dispatch_mode(model: Model, act: Act) -> AbstractContextManager[Any]:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            return (
+                result + act(model)
+                if func in (torch.ops.aten.addmm.default, torch.ops.aten.softplus.default)
+                else result
+            )
+
+    return Mode()
+
+
+WAYS: dict[str, Callable[[Model, Act], AbstractContextManager[Any] | None]] = {
+    "subclass": subclass,
+    "forwards": forwards,
+    "function mode": function_mode,
+    "dispatch mode": dispatch_mode,
+}
+
+
+@each("way", WAYS, ids=str)
+@pytest.mark.parametrize("act", [draw, count])
+def test_what_it_does_is_done_once(way: str, act: Act) -> None:
+    def train(policy: Any, wrap: Wrap) -> Any:
+        model, found = Model(), []
+        mode = WAYS[way](model, act) or nullcontext()
+        checkpointed = wrap(model, policy=policy)
+        for _ in range(STEPS):
+            model.zero_grad()
+            with mode:
+                y = checkpointed(torch.randn(2, 3, 4))
+            backward(y)
+            found += [y.detach(), *[parameter.grad for parameter in model.parameters()], model.count, len(model.log)]
+        return found
+
+    for policy in POLICIES.values():
+        check_program(Program(partial(train, policy), recomputations=STEPS))
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_calls_in_which_it_has_no_effect_are_left_out(policy: Any) -> None:
+    calls: list[Any] = []
+
+    class Seen:
+        def forward_done(self, region: Any) -> None:
+            calls.extend(region.saved_calls)
+
+        def recomputation_done(self, region: Any) -> None: ...
+
+    model = Model()
+    subclass(model, lambda model: torch.ones(()))
+    with observed_by(Seen()), function_mode(model, lambda model: torch.ones(())):
+        reactivate.checkpoint(model, policy=policy)(torch.randn(2, 3, 4)).sum().backward()
+    assert calls and all(call.reason is None for call in calls), calls
