@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -95,6 +95,10 @@ class Candidate:
     def sees_functions(self) -> bool:
         """Return whether the engine has to look at functions."""
         return bool(self.save_ops or self.save_calls)
+
+    def regions(self, unit: str) -> frozenset[str]:
+        """Return the paths of its regions, as a candidate of a unit."""
+        return frozenset(join(unit, part) for part in self.recompute)
 
     @property
     def seen_ops(self) -> frozenset[str]:
@@ -195,7 +199,7 @@ class Assignment(OfPlanner):
     storages: Mapping[str, Storage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        regions = {join(unit, part): unit for unit, item in self.candidates.items() for part in item.recompute}
+        regions = {region: unit for unit, item in self.candidates.items() for region in item.regions(unit)}
         saved = {join(unit, part): unit for unit, item in self.candidates.items() for part in item.save_modules}
         heads = frozenset(path for path, item in self.candidates.items() if item.by_rows)
         shares = {path: item.compiler_share for path, item in self.candidates.items() if item.compiler_share < 1}
@@ -224,6 +228,11 @@ class Assignment(OfPlanner):
             (path for path, item in self.candidates.items() if not item.by_rows and is_below(site.path, path)), None
         )
         return None if unit is None else self._of_unit(unit)(site)
+
+    @property
+    def regions(self) -> Collection[str]:
+        """Return the paths of its regions."""
+        return self._regions.keys()  # type: ignore[attr-defined,no-any-return]
 
     def _named(self, storage: str) -> Storage:
         return self.storages[storage] if storage else DEVICE

@@ -89,7 +89,7 @@ def with_containers(
         attempt: simulates a step with candidates for some modules, by their paths.
     """
     containers = containers_in(model, table.plain)
-    tried = _tried(containers, table.plain)
+    tried = _tried(containers, table)
     for group in _apart(list(tried)):
         called = group
         for number in range(len(group[0].candidates)):  # the first is the whole: where it is no region, nothing is
@@ -103,15 +103,15 @@ def with_containers(
     return {**menus, **{item.path: item.candidates for item in containers}}
 
 
-def _tried(containers: Sequence[Container], plain: TraceSummary) -> dict[Container, list[Container]]:
+def _tried(containers: Sequence[Container], table: CandidateTable) -> dict[Container, list[Container]]:
     """Return those whose figures are read off steps, each with those that share them.
 
-    Spans share them if they are made of equal modules that come to the same in the plain step. The one that is tried is apart
-    from the others that are, where that can be, so that few steps do.
+    Spans share them if they are made of equal modules that come to the same in the plain step, and of which the same can be
+    recomputed. The one that is tried is apart from the others that are, where that can be, so that few steps do.
     """
     kinds: dict[object, list[Container]] = {}
     for item in containers:
-        kinds.setdefault(_kind_of(item, plain), []).append(item)
+        kinds.setdefault(_kind_of(item, table), []).append(item)
     found: dict[Container, list[Container]] = {}
     for alike in kinds.values():
         tried = next((item for item in alike if all(_are_apart(item, other) for other in found)), alike[0])
@@ -119,10 +119,11 @@ def _tried(containers: Sequence[Container], plain: TraceSummary) -> dict[Contain
     return found
 
 
-def _kind_of(item: Container, plain: TraceSummary) -> object:
+def _kind_of(item: Container, table: CandidateTable) -> object:
     if SpanPlace.of(item.path) is None:  # its own forward may do anything
         return item
-    figures = tuple((call.held_bytes, call.need_bytes) for call in plain.calls[item.start : item.stop])
+    calls = list(zip(table.plain.paths, table.plain.calls))[item.start : item.stop]
+    figures = tuple((call.held_bytes, call.need_bytes, table.allows(path, FULL)) for path, call in calls)
     return block_class(item.module), tuple(map(type, item.module.modules())), figures
 
 

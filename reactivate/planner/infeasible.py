@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from reactivate._modules.paths import THE_MODEL
 from reactivate._region.accounts import in_words
@@ -83,11 +83,28 @@ def about_other_checkpoints(plain: Trace, units: Collection[str]) -> str:
     paths = [path for path in units if path in plain.checkpointed]
     if not paths:
         return ""
-    which = f"{paths[0]} runs" if len(paths) == 1 else f"{len(paths)} blocks, from {paths[0]} to {paths[-1]}, run"
     return (
-        f" {which} under torch's checkpoint, or another one, in the plain step already. Turn that off, as with "
-        "model.gradient_checkpointing_disable(), so that the plan can choose what is recomputed."
+        f" {_which(paths, 'runs', 'run')} under torch's checkpoint, or another one, in the plain step already. Turn that "
+        "off, as with model.gradient_checkpointing_disable(), so that the plan can choose what is recomputed."
     )
+
+
+def about_written(paths: Sequence[str]) -> str:
+    """Say that blocks cannot be recomputed, since what they are given is written to."""
+    if not paths:
+        return ""
+    return (
+        f" {_which(paths, 'is', 'are')} kept: what a block there is given is written to in place, by itself or by code "
+        "behind it, so that nothing is left to recompute it from. Use the out-of-place op (a module's `inplace=False`), so "
+        "that the plan can choose that."
+    )
+
+
+def _which(paths: Sequence[str], one: str, several: str) -> str:
+    """Return which blocks these are, with the verb for so many."""
+    if len(paths) == 1:
+        return f"{paths[0] or THE_MODEL} {one}"
+    return f"{len(paths)} blocks, from {paths[0]} to {paths[-1]}, {several}"
 
 
 def about_blocks(units: Collection[str], model: str) -> str:

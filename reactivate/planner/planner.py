@@ -29,7 +29,14 @@ from reactivate.planner.cost.op_costs import RooflineCosts
 from reactivate.planner.cost.overhead import Overhead, measure_overhead
 from reactivate.planner.distributed import Ranks
 from reactivate.planner.head import Head, HeadSearch, head_search
-from reactivate.planner.infeasible import about_blocks, about_other_checkpoints, about_repeated, infeasible, no_room
+from reactivate.planner.infeasible import (
+    about_blocks,
+    about_other_checkpoints,
+    about_repeated,
+    about_written,
+    infeasible,
+    no_room,
+)
 from reactivate.planner.offload import Offer, offer_of
 from reactivate.planner.plan import Plan, storage_arguments
 from reactivate.planner.prediction import predict
@@ -166,7 +173,7 @@ class Planner:
             )
             self.profile = replace(self.profile, is_predicted=True)
             return plain
-        with apply(self.step.model, policy):
+        with apply(self.step.model, Assignment(self._simulator.allowed(policy.candidates))):
             measured = measure_step(self.step, self.target, self._tell)
         self.profile = replace(self.profile, costs=measured.costs, uncertainty=measured.uncertainty)
         priced = measured.costs.priced(plain, costs) if isinstance(costs, RooflineCosts) else None
@@ -228,9 +235,10 @@ class Planner:
 
     def tabulate(self) -> Planner:
         """Find that out, once the plain step is known."""
-        self.table = CandidateTable(self.plain_summary, self.units)
         least = dict.fromkeys(self.units, FULL)  # what that needs is known exactly
-        self.table.enter(self.attempt(least)[1], least)
+        summary = self.attempt(least)[1]  # and which units cannot be recomputed
+        self.table = CandidateTable(self.plain_summary, self.units, self._simulator.refused)
+        self.table.enter(summary, least)
         self.menus = self._ranks.gather(self._list_menus())[0]  # times differ by rank
         rounds = plan_rounds(self.menus, self.table)
         for number, candidates in enumerate(rounds, start=1):
@@ -300,6 +308,7 @@ class Planner:
             least, head = self.smallest_bytes(), self._head_search
             advice = ("" if head is None else head.advice()) + about_repeated(self.plain)
             advice += about_other_checkpoints(self.plain, self.units)
+            advice += about_written([path for path in self.units if path in self._simulator.refused])
             advice += about_blocks(self.units, module_class_name(self.step.model))
             asked_by = None if asked is None else budget.text
             device = self._device, self.target.memory_bytes

@@ -22,8 +22,8 @@ from reactivate._model.apply import apply
 from reactivate._region.accounts import in_words, is_shortage
 from reactivate._torch.modes import lacks_values, unlogged
 from reactivate._torch.modules import is_sharded
-from reactivate._types import Policy, Storage
-from reactivate.errors import UnsupportedError, UsageError
+from reactivate._types import Storage
+from reactivate.errors import MutationError, UnsupportedError, UsageError
 from reactivate.planner.call_values import RecordedCall
 from reactivate.planner.candidates import FULL, Assignment, Candidate
 from reactivate.planner.cost.measured import time_call
@@ -63,7 +63,7 @@ def on_tensors(step: TrainingStep, device: torch.device | None, answers: RealAns
 
 def simulate(
     step: TrainingStep,
-    policy: Policy,
+    policy: Assignment,
     units: Mapping[str, Module],
     costs: Costs,
     device: torch.device,
@@ -74,7 +74,7 @@ def simulate(
     rehearsal: Rehearsal | None = None,
     watch: Watch | None = None,
 ) -> Trace:
-    """Run `step` once with `policy` applied to its model, and trace its memory.
+    """Run `step` once with `policy` applied to its model, and trace its memory; up to where one of its regions is refused.
 
     Args:
         units: the model's units by their paths.
@@ -88,9 +88,13 @@ def simulate(
     options: dict[str, Any] = {"count_functions": count_functions, "rehearsal": rehearsal, "watch": watch}
     options |= {"model": step.model, "answers": None if is_real else answers}
     on = on_tensors(step, None if is_real else device, answers)
-    with apply(step.model, policy), on as (run, known), traced(units, known, costs, **options) as trace:
-        trace.is_real = is_real
-        run()
+    try:
+        with apply(step.model, policy), on as (run, known), traced(units, known, costs, **options) as trace:
+            trace.is_real = is_real
+            run()
+    except MutationError:
+        if trace.refused.isdisjoint(policy.regions):
+            raise
     return trace
 
 
@@ -104,6 +108,7 @@ class Simulator:
 
     Attributes:
         mode: how steps run, once `first` has found out.
+        refused: the paths of the regions that the engine has refused so far: candidates with one of them are left out.
     """
 
     def __init__(
@@ -117,6 +122,7 @@ class Simulator:
         needs_fakes: bool,
     ) -> None:
         self.mode: Mode = "fake"
+        self.refused: set[str] = set()
         self._step, self._target, self._units, self._tell, self._ranks = step, target, units, tell, ranks
         # How many steps run depends on measured times: other ranks would wait for the collectives of a real one.
         self._never_real = not ranks.is_alone or is_sharded(step.model)
@@ -162,10 +168,12 @@ class Simulator:
         """
         self._tell("the calls of blocks, recorded")
         device = self._target.device
+        units = {path: unit for path, unit in self._units.items() if path not in self.refused}
+        recorded = {path: names for path, names in functions.items() if path in units}
 
         def record(*, is_real: bool) -> dict[str, tuple[RecordedCall, ...]]:
             on = functools.partial(on_tensors, self._step, *((None, None) if is_real else (device, self._answers)))
-            return recorded_calls(self._step.model, on, self._units, functions, costs)
+            return recorded_calls(self._step.model, on, units, recorded, costs)
 
         fits = SAVING_ALL * plain_bytes < available_bytes(device)
         if self.mode == "real" and fits:
@@ -317,10 +325,20 @@ class Simulator:
         storages: Mapping[str, Storage] | None = None,
         **options: Any,
     ) -> Trace:
-        policy, device = Assignment(candidates, storages or {}), self._target.device
+        policy, device = Assignment(self.allowed(candidates), storages or {}), self._target.device
         rehearsal = next((item for item in policy.storages.values() if isinstance(item, Rehearsal)), None)
-        options |= {"answers": answers, "watch": watch, "rehearsal": rehearsal}
-        return simulate(self._step, policy, self._units, costs, device, **options)
+        given: dict[str, Any] = {"answers": answers, "watch": watch, "rehearsal": rehearsal}
+        found = simulate(self._step, policy, self._units, costs, device, **given, **options)
+        refused = found.refused.intersection(policy.regions)
+        if refused:
+            self.refused |= refused
+            found = self._run(candidates, costs, answers, watch, storages=storages, **options)
+            found.failures.append(f"regions are refused: {', '.join(sorted(refused))}")
+        return found
+
+    def allowed(self, candidates: Mapping[str, Candidate]) -> dict[str, Candidate]:
+        """Return the candidates that have no refused region."""
+        return {path: item for path, item in candidates.items() if self.refused.isdisjoint(item.regions(path))}
 
     def _within_memory(self) -> Watch:
         """Return what stops a step before it takes more than is free."""

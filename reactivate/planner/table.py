@@ -11,7 +11,7 @@ recomputed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -144,14 +144,20 @@ def block_class(unit: Module) -> object:
 class CandidateTable:
     """Every unit's candidates, with what they change.
 
+    Args:
+        refused: the paths of the regions that cannot be recomputed; those that are found later are added to it.
+
     Attributes:
         spans: what may be done with several calls as one.
     """
 
-    def __init__(self, plain: TraceSummary, units: Mapping[str, Module]) -> None:
+    def __init__(self, plain: TraceSummary, units: Mapping[str, Module], refused: Set[str] = frozenset()) -> None:
         self.plain = plain
         self.spans: list[Span] = []
-        self._classes = {path: (block_class(unit), plain.treated.count(path)) for path, unit in units.items()}
+        self._refused = refused
+        self._classes = {
+            path: (block_class(unit), plain.treated.count(path), path in refused) for path, unit in units.items()
+        }
         self._changes: dict[tuple[object, str], CallSummary] = {}  # by a path or a class, and the candidate's name
 
     def enter(self, summary: TraceSummary, candidates: Mapping[str, Candidate]) -> None:
@@ -159,7 +165,7 @@ class CandidateTable:
         if summary.paths != self.plain.paths:
             return
         for path in dict.fromkeys(self.plain.treated):
-            if path is not None and path in candidates:
+            if path is not None and path in candidates and self.allows(path, candidates[path]):
                 change = self._change_in(summary, path)
                 for key in (path, self._classes[path]):
                     self._changes.setdefault((key, candidates[path].name), change)
@@ -177,10 +183,16 @@ class CandidateTable:
             max(one.passes for one, _ in pairs),
         )
 
+    def allows(self, path: str, candidate: Candidate) -> bool:
+        """Return whether no region of a unit's candidate is refused."""
+        return self._refused.isdisjoint(candidate.regions(path))
+
     def change(self, path: str, candidate: Candidate) -> CallSummary | None:
-        """Return what differs from the plain step with a candidate of a unit; None if it was not tried."""
+        """Return what differs from the plain step with a candidate of a unit; None if it was not tried, or is refused."""
         if candidate == KEEP:
             return CallSummary(0, 0, 0.0)
+        if not self.allows(path, candidate):
+            return None
         found = self._changes.get((path, candidate.name))
         return self._changes.get((self._classes[path], candidate.name)) if found is None else found
 
@@ -204,19 +216,26 @@ class CandidateTable:
         blocks: list[tuple[Option, ...]] = []
         for index, (path, plain) in enumerate(zip(self.plain.treated, self.plain.calls)):
             more = corrections.get(2 * index + 1, 0)
+            tried = {} if path is None else self._tried(path, menus[path])
             if path is None or path in seen:  # decided where it is called first, which holds for all calls
-                most = 0 if path is None else max(self._known(path, item).need_bytes for item in menus[path])
-                blocks.append((Option(KEEP.name, 0.0, plain.held_bytes, plain.need_bytes + max(most, 0) + more),))
+                most = max((0, *(change.need_bytes for change in tried.values())))
+                blocks.append((Option(KEEP.name, 0.0, plain.held_bytes, plain.need_bytes + most + more),))
                 continue
             seen.add(path)
-            blocks.append(tuple(self._option(path, plain, item, more, offer) for item in menus[path]))
+            blocks.append(tuple(self._option(plain, item, change, more, offer) for item, change in tried.items()))
         outside = [size + corrections.get(2 * index, 0) for index, size in enumerate(self.plain.outside_bytes)]
         if offer is None:
             return Chain(tuple(blocks), tuple(outside), spans=tuple(self.spans))
         return Chain(tuple(blocks), tuple(outside), offer.limit_bytes, offer.in_flight)
 
-    def _option(self, path: str, plain: CallSummary, candidate: Candidate, more: int, offer: Offer | None) -> Option:
-        change = self._known(path, candidate)
+    def _tried(self, path: str, menu: Sequence[Candidate]) -> dict[Candidate, CallSummary]:
+        """Return the candidates of a unit that a plan may have, with what differs from the plain step."""
+        changes = {item: self.change(path, item) for item in menu}
+        return {item: change for item, change in changes.items() if change is not None}
+
+    def _option(
+        self, plain: CallSummary, candidate: Candidate, change: CallSummary, more: int, offer: Offer | None
+    ) -> Option:
         forward = max(0.0, plain.forward_seconds + change.forward_seconds)
         transfer, costs = offer.of(change.moved, change.passes) if offer and change.moved else (None, 0.0)
         return Option(
@@ -228,11 +247,6 @@ class CandidateTable:
             max(0.0, plain.seconds + change.seconds - forward),
             transfer,
         )
-
-    def _known(self, path: str, candidate: Candidate) -> CallSummary:
-        found = self.change(path, candidate)
-        assert found is not None
-        return found
 
     # -- units that share what was found ------------------------------------------------------------------------------
 
@@ -261,7 +275,7 @@ def plan_rounds(menus: Mapping[str, Sequence[Candidate]], table: CandidateTable)
     """
     rounds: list[dict[str, Candidate]] = []
     for group in table.groups():
-        tries = [item for item in menus[group[0]] if item not in (KEEP, FULL)]
+        tries = [item for item in menus[group[0]] if item not in (KEEP, FULL) and table.allows(group[0], item)]
         for number, start in enumerate(range(0, len(tries), len(group))):
             if number == len(rounds):
                 rounds.append({})

@@ -161,7 +161,8 @@ class Trace:
         allocations: every memory of a tensor.
         moves: every transfer to and from a storage, in order.
         stored_bytes: the most that the storage keeps.
-        failures: why the storage could not do its part.
+        failures: why the storage could not do its part, or which regions are left out.
+        refused: the paths of the regions that cannot be recomputed: what they are given is written to, and no copy is there.
         checkpointed: the paths of the units that a checkpoint of another library calls again in the backward.
         of_data: the paths of the modules that computed something whose size, or whose meaning for Python, is in the numbers
             of tensors; "" for the model itself, or outside of it.
@@ -184,6 +185,7 @@ class Trace:
     moves: list[CopyEvent] = field(default_factory=list)
     stored_bytes: int = 0
     failures: list[str] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
     standing: list[int] = field(default_factory=list)
     rounding: int = 1
     collective_seconds: float = 0.0

@@ -26,6 +26,7 @@ from reactivate._loss.logits import Logits
 from reactivate._passes.current import is_recomputing
 from reactivate._passes.observing import observed_by
 from reactivate._region.accounts import copied_inputs, held_by_guards, put_aside, storages_of
+from reactivate._region.naming import name_of as name_of_region
 from reactivate._region.region import Region
 from reactivate._saved_calls.log import opened
 from reactivate._torch.autograd import current_node_number, next_node_number
@@ -103,6 +104,7 @@ def traced(
             stack.enter_context(_Functions(tracer.function_called))
         if rehearsal is not None:
             rehearsal.tell = tracer.moved
+        stack.callback(tracer.regions_end)
         yield tracer.trace
     tracer.end()
     tracer.trace.of_data = set() if scope is None else scope.paths
@@ -135,7 +137,7 @@ class _Tracer(TorchDispatchMode):
         self.trace.calls = self._place.calls
         self._call: UnitCall | None = None  # that runs
         self._last: UnitCall | None = None  # that runs, or ran last
-        self._aside: list[Allocation] = []  # by the guards of the recomputations that run
+        self._aside: list[tuple[str, Allocation]] = []  # by the guards of the recomputations that run, and of which
         self._node: int | None = None  # of autograd, that runs
         self._node_began = 0  # the op with which it did
         # The last op's, of gradients: what it added to, its result.
@@ -356,15 +358,21 @@ class _Tracer(TorchDispatchMode):
             self._last.saved_calls += sum(call.reason is None for call in region.saved_calls)
         for tensor in (*held_by_guards(region), *copied_inputs(region)):
             self._enter(tensor, STATE)
+        if region.replaced:  # what proves that the write does not matter takes memory that no plan counts
+            self.trace.refused.add(name_of_region(region))
 
     def recomputation_begins(self, region: Region) -> None:
         """A region is recomputed: state as it is now is put aside, where it is other than it was."""
         size_bytes = sum(self._rounded(tensor.nbytes) for tensor in put_aside(region))
-        self._aside.append(self._allocate(size_bytes, self._origin(ASIDE)))
+        self._aside.append((name_of_region(region), self._allocate(size_bytes, self._origin(ASIDE))))
 
     def recomputation_done(self, region: Region) -> None:
         """A region was recomputed."""
-        self._release(self._aside.pop())
+        self._release(self._aside.pop()[1])
+
+    def regions_end(self) -> None:
+        """The step is over: the innermost recomputation that has not come to its end was refused."""
+        self.trace.refused.update(name for name, _ in self._aside[-1:])
 
 
 def _is_called_by_autograd() -> bool:
