@@ -166,7 +166,8 @@ class _ChunkedLosses(Function):
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.loss, ctx.slices = loss, slices_of(len(hidden), chunks)
         kind = hidden.device.type
-        ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        is_cast = torch.is_autocast_enabled(kind) and hidden.dtype is not torch.float64  # which autocast leaves alone
+        ctx.dtype = torch.get_autocast_dtype(kind) if is_cast else hidden.dtype
         with without_autocast(hidden):
             head = _Head.of(weight, bias, ctx.dtype)
             return torch.cat([loss.of(head.logits_of(hidden[rows]), targets[rows]) for rows in ctx.slices])

@@ -147,6 +147,15 @@ def test_under_autocast_the_product_has_its_dtype_and_the_softmax_float32() -> N
         torch.testing.assert_close(other, one, rtol=0.02, atol=1e-3)  # sums of slices are rounded to bfloat16
 
 
+def test_autocast_leaves_float64_alone() -> None:
+    hidden, weight, bias, targets = made(torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = F.cross_entropy(F.linear(hidden, weight, bias), targets)
+        loss = reactivate.loss.chunked_cross_entropy(hidden, weight, targets, bias=bias, chunks=3)
+    assert loss.dtype == whole.dtype == torch.float64
+    torch.testing.assert_close(loss, whole)  # the same losses of tokens, added up in another order
+
+
 def dtypes_of_products(hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor) -> Iterator[torch.dtype]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
