@@ -79,8 +79,9 @@ def about_repeated(plain: Trace) -> str:
 
 
 def about_other_checkpoints(plain: Trace, units: Collection[str]) -> str:
-    """Say that blocks run under the checkpoint of another library, which leaves a plan nothing to choose there."""
-    paths = [path for path in units if path in plain.checkpointed]
+    """Say that blocks run under a checkpoint of the model's own, which leaves a plan nothing to choose there."""
+    ours = {call.path for calls in plain.calls for call in calls if call.regions}
+    paths = [path for path in units if path in plain.checkpointed | ours]
     if not paths:
         return ""
     return (

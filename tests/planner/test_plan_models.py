@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import reactivate
+from reactivate.dropin.torch import checkpoint as dropped_in
 from reactivate.errors import PlanInfeasible
 from reactivate.planner.plan import Plan
 
+TORCHS = partial(checkpoint, use_reentrant=False)
 BUDGETS = ("90%", "75%", "50%", "35%", "25%")
 
 
@@ -113,15 +117,16 @@ class Pieces(nn.Module):
 
 
 class HalfCheckpointed(nn.Module):
-    """Half of its blocks run under torch's own checkpoint, which keeps a random state for each."""
+    """Half of its blocks run under a checkpoint: torch's own one keeps a random state for each."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[..., Any] = TORCHS) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(DIM) for _ in range(6))
+        self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
-            x = block(x) if number % 2 else checkpoint(block, x, use_reentrant=False)
+            x = block(x) if number % 2 else self.run(block, x)
         return x
 
 
@@ -133,8 +138,9 @@ def test_random_states_that_torchs_checkpoint_keeps_are_counted(budget: str) -> 
     assert plan.fixed.total + measured(case, plan) == plan.predicted.peak_bytes <= plan.budget_bytes
 
 
-def test_the_error_says_that_blocks_run_under_another_checkpoint() -> None:
-    model, x = HalfCheckpointed(), torch.randn(8, 64, DIM)
+@pytest.mark.parametrize("run", [TORCHS, partial(dropped_in, use_reentrant=False)])
+def test_the_error_says_that_blocks_run_under_another_checkpoint(run: Any) -> None:
+    model, x = HalfCheckpointed(run), torch.randn(8, 64, DIM)
     with pytest.raises(
         PlanInfeasible, match=r"3 blocks, from blocks\.0 to blocks\.4, run under torch's checkpoint, or another"
     ):
