@@ -84,7 +84,7 @@ class Effects:
             self._look_at_region(region)
             if region.call.may_write_unseen() or (type(fn) is FunctionType and names_a_way(facts_of(fn))):
                 self._checks.append(_of_bytes(self.tensors))
-        elif decision.op is not None and decision.op.endswith(("batch_norm", "instance_norm")):
+        if decision.name is None and decision.op is not None and decision.op.endswith(("batch_norm", "instance_norm")):
             self._checks += _moving_statistics(args, kwargs)
 
     def _look_at_region(self, region: Any) -> None:

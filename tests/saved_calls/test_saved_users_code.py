@@ -137,3 +137,22 @@ def test_calls_in_which_it_has_no_effect_are_left_out(policy: Any) -> None:
     with observed_by(Seen()), function_mode(model, lambda model: torch.ones(())):
         reactivate.checkpoint(model, policy=policy)(torch.randn(2, 3, 4)).sum().backward()
     assert calls and all(call.reason is None for call in calls), calls
+
+
+def test_statistics_that_an_op_moves_under_a_mode_are_moved_again() -> None:
+    def train(wrap: Wrap) -> Any:
+        def forward(x: Tensor) -> Tensor:
+            mean, variance = torch.zeros(4), torch.ones(4)
+            y = F.batch_norm(x.sin(), mean, variance, training=True)
+            return y.sin() * (mean.sin() + variance).exp()
+
+        found, checkpointed = [], wrap(forward, policy=policies.save_ops("batch_norm"))
+        for _ in range(STEPS):
+            x = torch.randn(5, 4, requires_grad=True)
+            with function_mode(Model(), draw):
+                y = checkpointed(x)
+            backward(y)
+            found += [y.detach(), x.grad]
+        return found
+
+    check_program(Program(train, recomputations=STEPS))
