@@ -44,7 +44,8 @@ def test_copies_on_the_simulated_device_are_hidden_as_far_as_they_can_be() -> No
     host, device = ways["regions, inputs on the host"], ways["regions, inputs on the device"]
     assert host["resident"] < device["resident"] < ways["plain"]["resident"]
     assert host["peak"] < device["peak"] and host["seconds"] < device["seconds"] + host["copies"]
-    assert "CUDA" in ways["torchtune, `OffloadActivations`"]["why"] or "not installed" in str(ways)
+    why = ways["torchtune, `OffloadActivations`"]["why"]  # in torch's words, by its build
+    assert "CUDA" in why or "NVIDIA" in why or "not installed" in why
 
 
 def test_ways_on_a_device_with_a_clock_of_the_wall(monkeypatch: pytest.MonkeyPatch) -> None:
