@@ -25,7 +25,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the profiler tells of r
 
 import torch
 from _frontier_measure import measure_model
-from _frontier_results import Frontier, Peer, PlanContents, Settings, Verdict
+from _frontier_results import NO_PLAN, Frontier, Peer, PlanContents, Settings, Verdict
 from _frontier_steps import BLOCKS, WHOLE
 from _presentation import (
     Series,
@@ -103,8 +103,8 @@ def tables(found: Frontier) -> list[Table]:
     every = "The same with compiled peers and compiled plans"
     made = [
         step_table(found),
-        verdict_table(eager, found.verdicts),
-        verdict_table(every, found.verdicts_with_compiled),
+        verdict_table(eager, found.verdicts, found.least_bytes),
+        verdict_table(every, found.verdicts_with_compiled, found.least_bytes),
     ]
     return [table for table in made if table.rows]
 
@@ -135,13 +135,18 @@ def different_steps(planned: Sequence[PlanContents]) -> list[PlanContents]:
     return [*found.values()]
 
 
-def verdict_table(title: str, verdicts: Sequence[Verdict]) -> Table:
-    """Who is faster in equal memory."""
+def verdict_table(title: str, verdicts: Sequence[Verdict], least_bytes: int) -> Table:
+    """Who is faster in equal memory, and by how much no plan fits: equal megabytes may be different bytes."""
+
+    def words(item: Verdict) -> str:
+        is_short = item.words == NO_PLAN and item.budget_bytes < least_bytes
+        return f"{item.words}: {least_bytes - item.budget_bytes:,} bytes short" if is_short else item.words
+
     lines = [
         (
             *(item.budget_of, megabytes(item.budget_bytes), item.rival, item.system),
             "" if item.ratio is None else ratio(item.ratio),
-            *(item.words, {True: "yes", False: "no", None: ""}[item.holds]),
+            *(words(item), {True: "yes", False: "no", None: ""}[item.holds]),
         )
         for item in verdicts
     ]

@@ -123,7 +123,7 @@ def list_candidates(unit: Module, ops: frozenset[str]) -> tuple[Candidate, ...]:
     parts = tuple(find_parts(unit))
     found = [KEEP, FULL]
     if parts:
-        found.append(Candidate("recompute, nested", ("", *parts)))
+        found.append(Candidate("nested recompute", ("", *parts)))
     if 1 < len(parts) <= MOST_PARTS:
         found += [Candidate(f"recompute {part}", (part,)) for part in parts]
     if parts:

@@ -56,7 +56,7 @@ def containers_in(model: Module, plain: TraceSummary) -> tuple[Container, ...]:
         if 1 < stop - start < len(plain.paths):
             below = path if SpanPlace.of(path) is None else path.rpartition("[")[0]
             members = tuple(member.removeprefix(below).lstrip(".") for member in plain.paths[start:stop])
-            candidates = (FULL, Candidate("recompute, nested", ("", *members)))
+            candidates = (FULL, Candidate("nested recompute", ("", *members)))
             found.setdefault((start, stop), Container(path, module, start, stop, candidates))
     return tuple(found.values())
 

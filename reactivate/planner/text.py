@@ -73,7 +73,7 @@ def circumstances(plan: PlanContents) -> str:
         if made_for.idle_units
         else ""
     )
-    return f"For a step on {made_for.device}, in {made_for.mode}, whose backward begins from {made_for.loss}.{idle}"
+    return f"For a step on {made_for.device}, in {made_for.mode}, with backward called on {made_for.loss}.{idle}"
 
 
 def _beyond(plan: PlanContents) -> str:
@@ -86,18 +86,16 @@ def _beyond(plan: PlanContents) -> str:
 
 def proof(plan: PlanContents) -> str:
     """Say how it was seen, and what is only predicted."""
-    rounds = (
-        "the first plan that was tried" if plan.proof.rounds == 1 else f"the last of {plan.proof.rounds} plans tried"
-    )
+    rounds = "the first plan tried" if plan.proof.rounds == 1 else f"the last of {plan.proof.rounds} plans tried"
     depends = (
         f" Sizes in this step depend on its data, so {in_words(plan.proof.margin_bytes)} are left free for other batches."
         if plan.proof.margin_bytes
         else ""
     )
-    measured = f" Measured again, times were up to {100 * plan.uncertainty:.0f} % longer." if plan.uncertainty else ""
+    measured = f" A repeated measurement was {100 * plan.uncertainty:.0f} % slower." if plan.uncertainty else ""
     predicted = " Nothing ran: times are predicted." if plan.made_for.is_predicted else measured
     return (
-        f"Proved by a {plan.proof.method} step, of {in_words(plan.proof.peak_bytes)}: {rounds}. Planned in "
+        f"Proved by a {plan.proof.method} step that peaked at {in_words(plan.proof.peak_bytes)} ({rounds}). Planned in "
         f"{seconds_in_words(plan.planning_seconds)}.{predicted}{depends}"
     )
 

@@ -695,12 +695,10 @@ def test_a_step_that_is_not_one_of_training_is_warned_of() -> None:
     model = WithLoss(layers=2)
     with nothing_told():
         plan = reactivate.plan(model, (tokens, tokens), budget="100%")
-    assert plan.made_for.trains and "on cpu, in training mode, whose backward begins from the output's .loss" in str(
-        plan
-    )
+    assert plan.made_for.trains and "on cpu, in training mode, with backward called on the output's .loss" in str(plan)
     with pytest.warns(UserWarning, match="WithLoss has returned no loss, so the sum.*put the labels") as told:
         plan = reactivate.plan(model, tokens, budget="100%")
-    assert len(told) == 1 and "begins from the sum of the model's output, whose .loss is None" in str(plan)
+    assert len(told) == 1 and "backward called on the sum of the model's output, whose .loss is None" in str(plan)
     with nothing_told():
         plan.at("90%")
         reactivate.plan(model, tokens, budget="100%", loss=lambda output: output.logits.sum())

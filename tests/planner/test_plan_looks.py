@@ -98,7 +98,7 @@ def test_plans_on_a_busy_machine_are_those_of_a_quiet_one(seed: int, monkeypatch
     for one, other in zip(quiet, busy):
         assert [item.candidate for item in one.decisions] == [item.candidate for item in other.decisions]
         assert one.uncertainty == 0.0 < other.uncertainty
-        assert "Measured again, times were up to" in str(other) and "Measured again" not in str(one)
+        assert "A repeated measurement was" in str(other) and "A repeated measurement" not in str(one)
     assert any(item.candidate.recompute for item in quiet[-1].decisions)
 
 

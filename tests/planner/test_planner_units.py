@@ -129,7 +129,7 @@ def test_plain_sequentials_repeat_only_if_they_are_alike() -> None:
 def test_candidates_of_a_block() -> None:
     found = names(Block(8))
     assert found["keep"] == KEEP and found["recompute"] == FULL
-    assert found["recompute, nested"].recompute == ("", "attn", "mlp")
+    assert found["nested recompute"].recompute == ("", "attn", "mlp")
     assert found["recompute mlp"].recompute == ("mlp",)
     assert found["recompute but attention"].save_ops == ("scaled_dot_product_attention",)
     assert found["recompute but long products"].save_modules == ("mlp.3",)  # from four times the width to the width

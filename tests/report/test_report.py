@@ -161,8 +161,8 @@ def test_the_text_says_what_the_plan_says() -> None:
         "GPT fits into 228 MiB (75% of the plain step's activation peak). Peak: 225 MiB, plain 564 MiB."
     )
     assert "Step: 1.47 s, plain 1.20 s (+22.5 %)." in text
-    assert text.splitlines()[1] == "For a step on cpu, in training mode, whose backward begins from default."
-    assert "Proved by a simulated step, of 225 MiB: the last of 2 plans tried. Planned in 4.25 s." in text
+    assert text.splitlines()[1] == "For a step on cpu, in training mode, with backward called on default."
+    assert "Proved by a simulated step that peaked at 225 MiB (the last of 2 plans tried). Planned in 4.25 s." in text
     assert "optimizer 40.0 MiB, inputs 1.00 MiB, kept 108 MiB, recomputed 33.0 MiB, workspace 3.00 MiB." in text
     assert re.search(r"blocks\.1…blocks\.7 \(7 alike\) +Block +recompute but products +63\.0 MiB +210 ms", text)
     assert re.search(r"all 12 +108 MiB +270 ms", text)
