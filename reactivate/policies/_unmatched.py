@@ -54,12 +54,12 @@ class Unmatched:
                     f"{self.asked_by}: {part} selects modules, and the region is a function, which has none. Checkpoint the "
                     "module itself, reactivate.checkpoint(module, policy=...), or use reactivate.apply(model, policy)."
                 )
-            nothing = "no call with a name, which reactivate.site(function, name=...) gives"
-            seen = ", ".join(sorted(self.seen)) or (nothing if interest.names else "no call at all")
+            nothing = "none with a name; reactivate.site(function, name=...) gives a call a name"
+            seen = ", ".join(sorted(self.seen)) or (nothing if interest.names else "none")
             meant = did_you_mean(part._patterns(), self._paths)
             if interest.modules:
-                raise UsageError(f"{self.asked_by}: {part} matches nothing.{meant} What there was to match: {seen}.")
+                raise UsageError(f"{self.asked_by}: {part} matches nothing.{meant} Calls seen: {seen}.")
             warn(
-                f"{self.asked_by}: {part} matches nothing so far, and so saves nothing.{meant} What there was to match: "
-                f"{seen}. If the model makes such calls in some steps only, all is well."
+                f"{self.asked_by}: {part} matches nothing so far, and so saves nothing.{meant} Calls seen: {seen}. "
+                "Ignore this if the model makes such calls in some steps only."
             )

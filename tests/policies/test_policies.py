@@ -568,9 +568,9 @@ def test_what_matches_no_module_is_refused_by_apply(policy: Any, messages: list[
 @each(
     ("policy", "message"),
     [
-        (policies.save_ops("einsum"), "save_ops('einsum') matches nothing so far, and so saves nothing. What"),
+        (policies.save_ops("einsum"), "save_ops('einsum') matches nothing so far, and so saves nothing. Calls seen: "),
         (policies.save_names("q_proj"), "save_names('q_proj') matches nothing"),
-        (policies.save_ops("linear", within="*.upp"), "saves nothing. Did you mean '*.up'? What there was"),
+        (policies.save_ops("linear", within="*.upp"), "saves nothing. Did you mean '*.up'? Calls seen: "),
         (policies.every_nth(2, policies.save_ops("einsum")), "save_ops('einsum')"),
         (policies.exclude(LINEAR, policies.save_ops("tanh")), "save_ops('tanh') as an exception to save_ops('linear')"),
     ],
