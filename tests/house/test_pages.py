@@ -24,8 +24,8 @@ from reactivate import Plan
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PRINTING = re.compile(r"^```python\n(.*?)^```\s*^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-"""A block, and right behind it what it prints."""
+PRINTING = re.compile(r"^```python\n((?:(?!```)[^\n]*\n)*)```\s*^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+"""A block, without the blocks before it, and right behind it what it prints."""
 END = "-- the end of a block"
 ALL = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 LAUNCHER = re.compile(r"^torchrun (.+) train\.py$", re.MULTILINE)  # a page that says so runs on several processes
@@ -81,7 +81,7 @@ def test_the_python_of_a_page_runs_and_prints_what_it_shows(
     assert done.returncode == 0, done.stderr
     shown = dict(PRINTING.findall(page.read_text("utf-8")))
     unshown = "" if page.name == "README.md" else "..."
-    for block, text in zip(blocks, printed.read_text().split(f"{END}\n")):
+    for block, text in zip(blocks, printed.read_text().replace(f"{program.parent}/", "").split(f"{END}\n")):
         is_right = shows(shown.get(block, unshown), text)
         assert is_right, f"{page.name} does not show what this prints:\n{block}\n{text}"
 
@@ -114,6 +114,11 @@ def without_numbers(text: str) -> str:
 )
 def test_what_is_shown_is_compared_but_for_numbers(shown: str, is_right: bool) -> None:
     assert shows(shown, "a  2 b\nc\nd 3\n") is is_right
+
+
+def test_what_a_block_prints_stands_right_behind_it() -> None:
+    page = "```python\na\n```\n\n```python\nb\n```\n\n```text\nc\n```\n"
+    assert PRINTING.findall(page) == [("b\n", "c\n")]
 
 
 def launched(program: Path, options: str) -> subprocess.CompletedProcess[str]:
