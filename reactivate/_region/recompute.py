@@ -83,7 +83,7 @@ def recompute(region: Region, gradient: Tensor | None = None) -> Tensor | None:
 
 
 def _recompute_for_more(region: Region, gradient: Tensor | None) -> Tensor | None:
-    """Do as `recompute`, with all that is asked of few regions."""
+    """Recompute a region with a fence, observers, a log of ops, a comparison or a proof."""
     context = region.context
     behind = None if region.fence is None else FencedRecomputation(region.fence[0], region.fence[1], gradient)
     # If the forward is still running, its log is open, and these are not its ops.
@@ -329,7 +329,7 @@ def _run_for_more(
     kwargs: dict[str, Any],
     behind: FencedRecomputation | None,
 ) -> None:
-    """Do as `_run_again`, with all that is asked of few regions: logs, a comparison, a proof."""
+    """Run the function of a region with a policy, a log of ops, a comparison, filled memory or a proof."""
     if region.log is not None:
         fn = matching.compare_ops_of(fn, region.log)
     if region.filled is not None:

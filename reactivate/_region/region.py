@@ -106,7 +106,7 @@ class Region:
         values: the recomputed tensors that were not handed out yet, by number; empty between backwards.
         read_again: the numbers of the tensors that are read several times in one backward: those of custom functions.
         check: checksums of the forward, if the next recomputation is to be compared with it.
-        filled: what fills memory without contents, while it is found out what depends on that.
+        filled: fills memory that nothing has written to, to find out whether a difference comes from its contents.
         proof: of a forward that wrote to what there is no copy of; otherwise None.
         log: the ops of the forward, with `check="every"`.
         users_hooks: (pack, unpack), saved-tensor hooks of the user's around the region; None without any.
@@ -159,10 +159,7 @@ class Region:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def begin(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
-        """Note what a recomputation will read, and start to intercept what autograd saves.
-
-        Returns a function that makes the call where there can be no region yet: mostly None.
-        """
+        """Begin a forward, and intercept what autograd saves. Return None, or what makes the call where no region can be."""
         if current_transform() is not None and is_plain_under_transform():
             return _call
         prefer_version_used_last(False)

@@ -1,6 +1,7 @@
 """The life of a saved call, from the decision to save it until a recomputation skips it.
 
-1. The policy decides, in the forward (`ForwardLog.call`). Calls are known by their number among those that it has a say in.
+1. The policy decides, in the forward (`ForwardLog.call`). Forward and recomputation number the calls that it decides on,
+   and match them by these numbers.
 2. The call runs under hooks of its own, which take what autograd saves for its backward (`ForwardLog.run`).
 3. It returns. If it had any effect besides its result and its random numbers, or its result cannot be kept, it has a
    `reason` to be run again in every recomputation, as if it were not saved; `reactivate.explain` says which.

@@ -1,6 +1,6 @@
-"""A moment: what everything that a region reaches held when its forward began, but for random streams and settings.
+"""A moment: the contents of all objects that a region reaches, at the beginning of its forward.
 
-It is taken at the beginning of the forward, and never looked at again unless something differs in a recomputation.
+Random streams and settings are kept elsewhere. The contents are read again only if something differs in a recomputation.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Moment:
 
     Attributes:
         holders, contents: the objects, and what they held, in the order in which they are rewound.
-        look: a quick look at those that the modules lead to; None where there is none.
+        look: tells quickly whether objects that the modules lead to have changed; None without such objects.
         states: the tensors that are state, with what they held: arguments, buffers, attributes.
         parts: the attributes and registries of the modules; None without modules.
         modules, kinds: the modules, and their classes: to parametrize one is to change its class.
@@ -69,7 +69,7 @@ class Moment:
         unknown: those gradients of which there is no copy, with their versions.
     """
 
-    # What is not there is not noted: most regions have little of it.
+    # Defaults of the class, so that a moment sets only what its region has: most regions have little of this.
     holders: Sequence[Holder] = ()
     contents: Sequence[Contents] = ()
     look: QuickLook | None = None

@@ -76,10 +76,10 @@ class Walk:
         roots, generators: the outermost modules and the sources of randomness found.
         scripts: scripted functions and modules, also those that the modules' code names.
         asked: names that modules ask objects for.
-        seen: {id: the value, or what stands for it in a recomputation}; names and classes have keys with more than an id.
+        seen: {id: the value, or its substitute in a recomputation}. Keys of names and classes have more than an id.
         code: the functions and classes found.
-        is_lazy, has_compiled: whether a module has parameters that its first call makes; whether torch compiled a function.
-        left_out: where objects were found that are not restored, and why, for a message; None if nothing asks.
+        is_lazy, has_compiled: whether a module creates parameters in its first call; whether torch compiled a function.
+        left_out: descriptions of objects that are not restored, for a message; None if no message needs them.
     """
 
     is_of_modules = False

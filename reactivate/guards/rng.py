@@ -1,6 +1,6 @@
 """Random numbers (Rule 10): a recomputation draws those of its forward, and the streams move on only once.
 
-A region refers to a snapshot of all streams, and whether it drew is never inferred (see `_snapshot/random_streams.py`).
+A region refers to a snapshot of all streams, whether or not its function draws (see `_snapshot/random_streams.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class RngState(NamedTuple):
     Attributes:
         streams: those of the process.
         devices: the states of the generators of every device; None of one that is not in use.
-        others: (read, write, state, is_same) of every generator that the function reaches, and of every `RngTracker`.
+        others: (read, write, state, is_same) of every generator that the function reaches, and of every `RngTracker`:
+            functions that read, write and compare its state, and the state.
     """
 
     streams: RngSnapshot
@@ -116,7 +117,7 @@ class Rng(Guard):
         if not has_more and accelerator_device() is None and "torch_xla" not in sys.modules:
             return snapshot
         devices = [(item, item.read_rng() if item.is_initialized() else None) for item in self._backends or backends()]
-        others: list[Any] = [(*_ways(item), state_of_generator(item), _no_difference) for item in call.generators]
+        others: list[Any] = [(*_ways(item), state_of_generator(item), _needs_no_lock) for item in call.generators]
         for tracker in [reference() for reference in list(trackers)]:
             if tracker is not None:
                 now = tracker.recompute_state()
@@ -158,8 +159,9 @@ def _ways(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return functools.partial(state_of_generator, generator), functools.partial(set_state_of_generator, generator)
 
 
-def _no_difference(now: Any, snapshot: Any) -> bool:
-    return True  # that other threads could see: a generator is in use by one
+def _needs_no_lock(now: Any, snapshot: Any) -> bool:
+    """Count two states of a generator as the same: only one thread uses it, so rewinding it takes no lock."""
+    return True
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------

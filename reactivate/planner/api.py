@@ -120,10 +120,10 @@ def plan(
         device: where training will run; for a device that is not here, its name ("H100-SXM"), a file ("mine.json") or a
             description (`reactivate.planner.cost.devices`).
         storage: where tensors may be kept for the backward beside the memory of the device: a storage, or several of which
-            the plan uses the one with which it is fastest. None is used where all fits, or where that would be slower than
-            recomputation. Their speed is measured; that of a device that is not here comes from its description.
-        shapes: "adaptive": batches of other shapes have a plan each, which is made when a shape first comes, from what is
-            measured now. The result is an `AdaptivePlan`, a policy as well. A share is one of this batch.
+            the plan uses the one with which it is fastest. The plan uses no storage if everything fits without, or if
+            recomputation is faster. Their speed is measured; that of a device that is not here comes from its description.
+        shapes: "adaptive": each shape of batch gets its own plan, made when the shape first appears, from the measurements
+            of this call. Returns an `AdaptivePlan`, a policy too. A `budget` in percent refers to this batch.
         head: "rows": the cross-entropy of the logits may be computed by rows, bitwise as torch does, so that no log-softmax
             and no cast of them is kept. The planner finds it wherever it is called, and takes it by rows where that makes
             the plan faster or possible. "keep": never, for a model that is compiled later. None: "rows" on a CPU, where

@@ -1,4 +1,4 @@
-"""From a table of candidates to a choice that holds: solve, prove on a trace, correct or tighten, again."""
+"""The search for a choice that keeps its promise: solve, trace a step, correct the problem or the budget, repeat."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Search:
         return self._plain_seconds + self.head_seconds + solution.seconds
 
     def smallest(self) -> ProvenStep:
-        """Return the choice with the least peak; of those, if there are any, in which the storage can do its part."""
+        """Return the choice with the least peak. A choice in which the storage fails comes last."""
         found: ProvenStep | None = self._least_corrected()
         while found is not None:
             best = found

@@ -1,4 +1,4 @@
-"""Ready-made policies: what they are beside a function from sites to actions."""
+"""The base class of ready-made policies, which tell more than a function from sites to actions."""
 
 from __future__ import annotations
 
@@ -110,12 +110,12 @@ class ReadyMade:
 
     @property
     def _may_match_nothing(self) -> bool:
-        """Return whether it is all right if no site matches: for a policy that lists more than any one model has."""
+        """Return whether the policy may match no site without a warning: it lists more than any one model has."""
         return False
 
     @property
     def _is_found(self) -> bool:
-        """Return whether `Handle.of` finds it on a model of which it selects nothing: a plan can still plan again."""
+        """Return whether `Handle.of` finds the policy although it selects no module: a plan can still be made tighter."""
         return False
 
 

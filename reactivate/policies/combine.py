@@ -79,9 +79,9 @@ class _Union(_Several):
 
 
 def union(*policies: Policy) -> ReadyMade:
-    """Save what any of them saves, recompute what any other of them recomputes.
+    """Save a call if any of `policies` saves it; otherwise recompute it if any of them recomputes it.
 
-    All are asked about every site, so that those that count (`every_nth`) count all of their own.
+    Every policy is asked about every site, so that a policy that counts (`every_nth`) counts all calls that it selects.
 
     Raises:
         UsageError: one of `policies` cannot be called, or there is none.
@@ -184,7 +184,9 @@ class _EveryNth(_Several):
 
 @refuse_unknown
 def every_nth(n: int, policy: Policy, offset: int = 0) -> ReadyMade:
-    """Of the calls that `policy` has an action for, every n-th of each call of a region, beginning with `offset`.
+    """Apply the action of `policy` to every n-th of the calls that it selects, beginning with number `offset` (from 0).
+
+    The count begins anew in each call of a region. The calls in between inherit the action of the call that contains them.
 
     Raises:
         UsageError: `n` or `offset` is out of range, or `policy` cannot be called.

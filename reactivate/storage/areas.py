@@ -9,7 +9,7 @@ from threading import Lock
 
 
 def in_pages(nbytes: int) -> int:
-    """Return the bytes that a storage takes for so many: whole pages."""
+    """Round a number of bytes up to whole pages, as a storage does."""
     return -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

@@ -18,7 +18,7 @@ class Host(Moving):
     device, since the backward needs these at once. Views of one memory are copied once. Tensors that are on the host
     already, parameters and other leaves stay where they are.
 
-    Equal ones are one: they share the locked memory, its limit, and the order of what comes back.
+    Equal `Host`s share one pool of locked memory, its limit, and the order in which tensors come back.
 
     A tensor is kept as it is when it is taken in. A modification before it is copied raises an error in the backward, if a
     version counter sees it: one through `tensor.data` is not noticed. A tensor that is taken in again, by the next region
@@ -57,12 +57,12 @@ class Host(Moving):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the host in which there are tensors now."""
+        """Return the bytes of locked memory that tensors occupy now."""
         return sum(slabs.used_bytes for slabs in self._mover.slabs.values())
 
     @property
     def locked_bytes(self) -> int:
-        """Bytes of the host that are locked now."""
+        """Return the bytes of the host that are locked now, in use or not."""
         return sum(slabs.locked_bytes for slabs in self._mover.slabs.values())
 
     def clear(self) -> None:
