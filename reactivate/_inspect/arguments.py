@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from reactivate._text.words import described
@@ -24,7 +25,7 @@ def example_of(asked_by: str, model: Any, args: Any, kwargs: Any) -> tuple[tuple
         kwargs: keyword arguments, or None.
 
     Raises:
-        UsageError: `model` cannot be called, or there is no batch in `args`.
+        UsageError: `model` cannot be called, there is no batch in `args`, or `torch.inference_mode` is on.
 
     Examples:
         >>> from reactivate._inspect.arguments import example_of
@@ -32,6 +33,10 @@ def example_of(asked_by: str, model: Any, args: Any, kwargs: Any) -> tuple[tuple
         (((1, 2), {}), ((), {'end': ''}))
     """
     check_callable(asked_by, model)
+    if torch.is_inference_mode_enabled():
+        raise UsageError(
+            f"{asked_by} runs under torch.inference_mode(), where no tensor gets a gradient. Call it outside of that."
+        )
     _check_batch(asked_by, args)
     if kwargs is not None and not isinstance(kwargs, Mapping):
         meant = f" Did you mean budget={kwargs!r}?" if asked_by == "plan" and isinstance(kwargs, (str, int)) else ""

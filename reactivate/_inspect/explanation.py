@@ -81,9 +81,11 @@ class Explanation(Tabled):
 
     def table(self) -> Table:
         """The sites as a table: a row for each, one for several that are alike."""
-        return table_of(self.regions, self.outside_by_layer, self._title())
+        return table_of(self.regions, self.outside_by_layer, self.title)
 
-    def _title(self) -> str:
+    @property
+    def title(self) -> str:
+        """Say what is kept in all, where, and what is recomputed."""
         parts = [f"{in_words(self.outside_bytes)} outside of regions"]
         if self.offloaded_bytes:
             parts.append(f"{in_words(self.offloaded_bytes)} offloaded")

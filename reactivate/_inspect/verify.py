@@ -14,6 +14,7 @@ from torch import Tensor
 from reactivate._backends import backends
 from reactivate._checkpoint import checkpoint
 from reactivate._inspect.arguments import example_of
+from reactivate._inspect.fake import has_no_memory, tensors_of
 from reactivate._inspect.step import Change, Outcome, Step
 from reactivate._inspect.under import under
 from reactivate._model.cache_watch import Caller, called
@@ -23,6 +24,7 @@ from reactivate._region.due import uncounted
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.words import counted
 from reactivate._types import Policy
+from reactivate.errors import UsageError
 from reactivate.policies._base import check_policy
 
 
@@ -40,6 +42,7 @@ class Verdict:
         recomputations: how many recomputations ran in its backward.
         plain_bytes: what autograd kept of the plain forward pass, without parameters.
         kept_bytes: what it kept of the checkpointed one.
+        is_whole: whether the model has no regions, and was checked as one.
     """
 
     is_same: bool
@@ -50,6 +53,7 @@ class Verdict:
     recomputations: int
     plain_bytes: int
     kept_bytes: int
+    is_whole: bool = False
 
     def __bool__(self) -> bool:
         return self.is_same
@@ -61,9 +65,14 @@ class Verdict:
             f"{counted(self.regions, 'region')}, {counted(self.recomputations, 'recomputation')}; autograd kept "
             f"{in_words(self.kept_bytes)} where the plain model keeps {in_words(self.plain_bytes)}"
         )
+        whole = (
+            " The model has no regions, so it was checked as one. To check a policy, pass policy=."
+            if self.is_whole
+            else ""
+        )
         if self.is_same:
-            return f"The same, bit for bit ({self.compared} tensors and random states; {facts})."
-        return f"Not the same: {self.difference} ({facts})."
+            return f"The same, bit for bit ({self.compared} tensors and random states; {facts}).{whole}"
+        return f"Not the same: {self.difference} ({facts}).{whole}"
 
 
 @refuse_unknown
@@ -92,7 +101,7 @@ def verify(
         The verdict, with the first difference by name.
 
     Raises:
-        UsageError: nothing that comes out requires a gradient; or `policy` matches nothing.
+        UsageError: nothing that comes out requires a gradient; tensors have no values; or `policy` matches nothing.
 
     Examples:
         >>> import torch, reactivate
@@ -109,7 +118,13 @@ def verify(
 def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None, change: Change | None) -> Verdict:
     """`verify`, for what any `change` makes of the model: model -> a context with the model that is to be the same."""
     with _op_by_op():
-        call = Step(model, *example_of("verify", model, args, kwargs))
+        example = example_of("verify", model, args, kwargs)
+        if any(map(has_no_memory, tensors_of(model, *example))):
+            raise UsageError(
+                "verify compares values, and some tensors of this model or its arguments have none: they are fake, or on the "
+                "meta device. To see what a step keeps, call reactivate.explain(model, args, fake=True)."
+            )
+        call = Step(model, *example)
         with without_regions():
             plain, again = call.run(model), call.run(model)
         difference = _first_difference(plain.results, again.results)
@@ -117,10 +132,10 @@ def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | No
             return _verdict(plain, again, difference, is_deterministic=False)
         with called(Caller("verify")):
             ours = call.run(model, change or nullcontext)
-            if change is None and not ours.regions:
+            if is_whole := change is None and not ours.regions:
                 ours = call.run(checkpoint(model))
         difference = _first_difference(plain.results, ours.results)
-        return _verdict(plain, ours, difference, is_deterministic=True)
+        return _verdict(plain, ours, difference, is_deterministic=True, is_whole=is_whole)
 
 
 @contextmanager
@@ -133,7 +148,9 @@ def _op_by_op() -> Iterator[None]:
         yield
 
 
-def _verdict(plain: Outcome, ours: Outcome, difference: str | None, *, is_deterministic: bool) -> Verdict:
+def _verdict(
+    plain: Outcome, ours: Outcome, difference: str | None, *, is_deterministic: bool, is_whole: bool = False
+) -> Verdict:
     return Verdict(
         is_same=difference is None,
         difference=difference,
@@ -143,6 +160,7 @@ def _verdict(plain: Outcome, ours: Outcome, difference: str | None, *, is_determ
         recomputations=ours.recomputations,
         plain_bytes=plain.kept_bytes,
         kept_bytes=ours.kept_bytes,
+        is_whole=is_whole,
     )
 
 

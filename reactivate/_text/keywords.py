@@ -13,6 +13,11 @@ from reactivate.errors import UsageError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_ELSEWHERE = {
+    ("explain", "policy"): " Apply the policy first, or call reactivate.compare(model, args, policy=policy).",
+}
+"""What to do about an argument of a function that another one takes."""
+
 
 def refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function to say which keyword arguments it takes, if it is given another one.
@@ -39,8 +44,10 @@ def refuse_unknown(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not known.issuperset(kwargs):
             unknown = next(name for name in kwargs if name not in known)
+            remedy = _ELSEWHERE.get((function.__name__, unknown), "")
             raise UsageError(
                 f"{function.__name__} does not take {unknown}=.{did_you_mean(unknown, names)} It takes {', '.join(names)}."
+                f"{remedy}"
             )
         return function(*args, **kwargs)
 

@@ -261,9 +261,14 @@ class TrainingStep:
         args, kwargs = self._cut_off(args, kwargs)
         output = self.model(*args, **kwargs)  # alive during the backward, as in most training loops
         loss = default_loss(output)[1]() if self.loss is None else self.loss(output)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UsageError(
                 f"plan(loss=...) takes a function whose result is a scalar to go back from; got {described(loss)}."
+            )
+        if not loss.requires_grad:
+            raise UsageError(
+                "plan: the loss requires no gradient, so there is no backward to plan: the model or loss= detaches it, or "
+                "computes it under torch.no_grad()."
             )
         loss.backward()
 

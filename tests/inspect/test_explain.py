@@ -526,9 +526,8 @@ def test_the_table() -> None:
     text = str(explain(model, x))
     lines = text.splitlines()
     assert max(map(len, lines)) <= 120
-    assert lines[0].startswith(
-        "Kept for the backward: 2.17 KiB, of which 300 B outside of regions. Recomputed: 2.03 KiB."
-    )
+    title = "Kept for the backward: 2.17 KiB, of which 300 B outside of regions. Recomputed: 2.03 KiB."
+    assert lines[0].startswith(title) and explain(model, x).title == title
     assert any("layers.0…layers.3 (4 alike) Block" in line and "640 B" in line for line in lines)
     assert any(line.strip().startswith("up linear") and "test_explain.py:" in line for line in lines)
     assert lines[-1].split()[0] == "all"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections import OrderedDict
@@ -15,6 +16,7 @@ import pytest
 import torch
 from journal import Journal
 from oracle import random_states
+from several import each
 from torch import Tensor, nn
 from torch.utils import _pytree
 
@@ -45,16 +47,17 @@ def network() -> nn.Module:
 # -- good models ------------------------------------------------------------------------------------------------------
 
 
-def assert_good(verdict: Verdict, regions: int = 1) -> None:
+def assert_good(verdict: Verdict, regions: int = 1, *, is_whole: bool = False) -> None:
     assert verdict and verdict.is_same and verdict.is_deterministic and verdict.difference is None, verdict
     assert verdict.regions == verdict.recomputations == regions
     assert verdict.kept_bytes < verdict.plain_bytes
     assert str(verdict).startswith("The same, bit for bit") and counted(regions, "region") in str(verdict)
+    assert verdict.is_whole is is_whole is ("The model has no regions, so it was checked as one." in str(verdict))
 
 
 def test_a_module_with_a_lone_tensor() -> None:
     verdict = reactivate.verify(network(), torch.randn(4, 8))
-    assert_good(verdict)
+    assert_good(verdict, is_whole=True)
     # The output, gradients of six parameters, three buffers; torch's, Python's and NumPy's random states.
     assert verdict.compared == 1 + 6 + 3 + 3
 
@@ -74,14 +77,14 @@ def test_keyword_arguments_and_containers() -> None:
         return Output(h, {"tail": [h.cos()], "nothing": None})
 
     verdict = reactivate.verify(model, leaf(4, 8), {"pair": (leaf(4, 8), 0.5)})
-    assert_good(verdict)
+    assert_good(verdict, is_whole=True)
     assert verdict.compared == 2 + 2 + 3
 
 
 def test_a_closure_with_a_module_and_a_tensor() -> None:
     weight, block, table = leaf(8, 8), network(), torch.ones(8, 8)
     verdict = reactivate.verify(lambda x: block(x @ weight).sin() @ table, torch.randn(4, 8))
-    assert_good(verdict)
+    assert_good(verdict, is_whole=True)
     assert verdict.compared == 1 + 6 + 1 + 3 + 3
 
 
@@ -266,6 +269,32 @@ def test_a_model_that_nothing_can_be_learnt_of_is_refused() -> None:
             reactivate.verify(model, x)
 
 
+def test_a_model_without_values_is_refused() -> None:
+    model, x = network(), torch.randn(4, 8)
+    for args in ((model, x.to("meta")), (copy.deepcopy(model).to("meta"), x)):
+        with pytest.raises(
+            UsageError, match=r"verify compares values.* call reactivate\.explain\(model, args, fake=True\)"
+        ):
+            reactivate.verify(*args)
+
+
+@each(
+    "call",
+    [
+        reactivate.verify,
+        reactivate.explain,
+        functools.partial(reactivate.compare, policy=policies.full()),
+        reactivate.plan,
+    ],
+)
+def test_inference_mode_is_refused_by_name(call: Any) -> None:
+    with (
+        torch.inference_mode(),
+        pytest.raises(UsageError, match=r"runs under torch\.inference_mode\(\).* outside of that"),
+    ):
+        call(network(), torch.randn(4, 8))
+
+
 # -- the model is left as it was --------------------------------------------------------------------------------------
 
 
@@ -355,7 +384,7 @@ def test_the_model_is_as_it_was_after_an_exception(when: str) -> None:
 
 def test_the_model_may_be_under_no_grad_and_the_verdict_is_the_same() -> None:
     with torch.no_grad():
-        assert_good(reactivate.verify(network(), torch.randn(4, 8)))
+        assert_good(reactivate.verify(network(), torch.randn(4, 8)), is_whole=True)
         assert not torch.is_grad_enabled()
 
 

@@ -927,6 +927,7 @@ def test_a_step_that_depends_on_its_arguments_is_planned() -> None:
     [
         (lambda out: out, "whose result is a scalar to go back from; got a Tensor of shape"),
         (lambda out: 3.0, "a scalar to go back from"),
+        (lambda out: out.detach().sum(), r"the loss requires no gradient.*: the model or loss= detaches it"),
         (nn.CrossEntropyLoss(), r"'target'\)\. Write loss=lambda output: CrossEntropyLoss\(\)\(output, labels\)"),
         (nn.CrossEntropyLoss, r"'target'\)\. Write loss=lambda output: CrossEntropyLoss\(\)\(output, labels\)"),
         (F.mse_loss, r"'target'\)\. Write loss=lambda output: mse_loss\(output, labels\)"),

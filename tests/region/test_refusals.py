@@ -411,6 +411,11 @@ def test_a_misspelled_keyword_is_refused_with_the_one_that_is_meant(name: str) -
         call()
 
 
+def test_an_argument_of_another_function_is_refused_with_that() -> None:
+    with pytest.raises(UsageError, match=r"or call reactivate\.compare\(model, args, policy=policy\)\.$"):
+        reactivate.explain(nn.Linear(2, 2), leaf(2), policy=policies.full())  # type: ignore[call-arg]
+
+
 def test_signatures_stay() -> None:
     """Of functions that refuse unknown keywords: what editors show."""
     parameters = inspect.signature(reactivate.apply).parameters
