@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -194,6 +195,8 @@ def _is_factory(value: Any) -> bool:
 
 
 def _remedy_for(policy: Any, asked_by: str) -> str:
+    if isinstance(policy, (str, os.PathLike)) and os.fspath(policy).endswith(".json"):
+        return f". To read a plan from a file, write reactivate.Plan.load({os.fspath(policy)!r})."
     names = sys.modules[__package__].__dict__
     factories = [name for name, value in names.items() if _is_factory(value)]
     if isinstance(policy, str):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch.nn import Module
 
 from reactivate._modules.spans import SpanPlace
-from reactivate._text.words import nearest
+from reactivate._text.words import described, nearest
 from reactivate._types import DEVICE, Action, Recompute, Save, Site, Storage
 from reactivate.errors import UsageError
 from reactivate.policies._base import Interest, ReadyMade, written
@@ -71,9 +71,11 @@ def check(selectors: tuple[Selector, ...], asked_by: str, *, takes_spans: bool =
     for selector in selectors:
         is_class = isinstance(selector, type) and issubclass(selector, Module)
         if not (is_class or (isinstance(selector, str) and selector) or _is_predicate(selector)):
+            is_module = isinstance(selector, Module)
+            remedy = " Pass its path: the name that it has in model.named_modules()." if is_module else ""
             raise UsageError(
                 f"{asked_by} selects modules by the end of their path ('*.attn'), by class, or by a function of the "
-                f"site; {selector!r} is none of these."
+                f"site; {described(selector)} is none of these.{remedy}"
             )
         if isinstance(selector, str) and _SLICE.search(selector):
             _check_span(selector, asked_by, takes_spans)
@@ -155,4 +157,4 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _is_predicate(selector: object) -> bool:
-    return callable(selector) and not isinstance(selector, type)
+    return callable(selector) and not isinstance(selector, (type, Module))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,18 +60,23 @@ def name_of(function: Any) -> str:
     return f"{namespace}.{rest}" if namespace in _NAMESPACES and rest else name
 
 
-def check(name: str, asked_by: str) -> None:
+def check(name: str, asked_by: str, kinds: Iterable[str] = ()) -> None:
     """See to it that `name` is that of an op.
+
+    Args:
+        asked_by: the function that was given it.
+        kinds: the kinds of calls that this function takes as well.
 
     Raises:
         UsageError: it is not; says what may have been meant.
     """
     if _is_known(name):
         return
-    meant = _meant(name)
+    meant = tuple(nearest(name, kinds)) or _meant(name)
     hint = f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""
     if meant == ("scaled_dot_product_attention",):
-        hint += " policies.save('attention') saves attention by whatever op."
+        hint += " 'attention'" if kinds else " policies.save('attention')"
+        hint += " saves attention by whatever op."
     raise UsageError(
         f"{asked_by} knows no op {name!r}.{hint} Ops go by the name that users call: 'linear', 'matmul' (also for @), "
         "'scaled_dot_product_attention', 'linalg.norm', 'my_library.my_op'; or pass the function itself."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from reactivate._text.keywords import refuse_unknown
 from reactivate._types import DEVICE, Action, Recompute, Site, Storage
@@ -11,7 +12,7 @@ from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade, check_every, check_storage, shortened, written
 from reactivate.policies._select import SelectedModules, Selector, check
 from reactivate.policies.combine import first_match
-from reactivate.policies.ops import KINDS, save as save_kinds, save_ops
+from reactivate.policies.ops import KINDS, ops_of, save as save_kinds
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,7 +27,7 @@ class _Full(ReadyMade):
 
 
 @refuse_unknown
-def full(*, save: Sequence[str] = (), inputs: Storage = DEVICE) -> ReadyMade:
+def full(*, save: Sequence[Any] = (), inputs: Storage = DEVICE) -> ReadyMade:
     """Recompute every block, but for the results of some calls inside.
 
     Blocks are the layers in the lists of a model, under whatever name: the children of its `ModuleList`s, and those of a
@@ -34,8 +35,8 @@ def full(*, save: Sequence[str] = (), inputs: Storage = DEVICE) -> ReadyMade:
     (an embedding, a norm) is no block; `print(handle)` says which these are.
 
     Args:
-        save: the calls whose results are kept: names of ops ("linear"), as for `save_ops`, and kinds of calls ("attention",
-            "routing", "collectives"), as for `save`.
+        save: the calls whose results are kept: ops ("linear", `torch.matmul`), as for `save_ops`, and kinds of calls
+            ("attention", "routing", "collectives"), as for `save`.
         inputs: where to keep what the blocks are called with: `storage.Host()` for the memory of the host.
 
     Raises:
@@ -52,10 +53,11 @@ def full(*, save: Sequence[str] = (), inputs: Storage = DEVICE) -> ReadyMade:
         first_match(save_ops('linear'), save('attention'), full())
     """
     check_storage(inputs, "full(inputs=...)")
-    if isinstance(save, str) or not isinstance(save, Iterable) or not all(isinstance(name, str) for name in save):
-        raise UsageError(f"full(save=...) takes a list of names of ops and kinds of calls; got {save!r}.")
-    kinds, ops = [name for name in save if name in KINDS], [name for name in save if name not in KINDS]
-    kept = [*([save_ops(*ops)] if ops else []), *([save_kinds(*kinds)] if kinds else [])]
+    if isinstance(save, str) or not isinstance(save, Iterable):
+        raise UsageError(f"full(save=...) takes a list of ops and kinds of calls; got {save!r}.")
+    kinds = [name for name in save if isinstance(name, str) and name in KINDS]
+    ops = [op for op in save if not isinstance(op, str) or op not in KINDS]
+    kept = [*([ops_of(ops, "full(save=...)", KINDS)] if ops else []), *([save_kinds(*kinds)] if kinds else [])]
     return first_match(*kept, _Full(inputs)) if kept else _Full(inputs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,14 +103,33 @@ def save_ops(*ops: Any, within: str | tuple[str, ...] = (), storage: Storage = D
     """
     if not ops:
         raise UsageError("save_ops takes at least one op to save.")
+    return ops_of(ops, "save_ops", within=within, storage=storage)
+
+
+def ops_of(
+    ops: Iterable[Any],
+    asked_by: str,
+    kinds: Iterable[str] = (),
+    within: str | tuple[str, ...] = (),
+    storage: Storage = DEVICE,
+) -> ReadyMade:
+    """Return the policy that `save_ops` makes of `ops`.
+
+    Args:
+        asked_by: the function that was given them.
+        kinds: the kinds of calls that this function takes as well.
+
+    Raises:
+        UsageError: there is no such op, or it works in place.
+    """
     names: list[str] = []
     functions: list[type[Function]] = []
     for op in ops:
         if isinstance(op, type) and issubclass(op, Function):
             functions.append(op)
         else:
-            names.append(_checked_name(op))
-    return _Ops(tuple(names), tuple(functions), _patterns(within, "save_ops"), storage)
+            names.append(_checked_name(op, asked_by, kinds))
+    return _Ops(tuple(names), tuple(functions), _patterns(within, asked_by), storage)
 
 
 def _patterns(within: Any, asked_by: str) -> tuple[str, ...]:
@@ -119,17 +139,18 @@ def _patterns(within: Any, asked_by: str) -> tuple[str, ...]:
     return patterns
 
 
-def _checked_name(op: Any) -> str:
+def _checked_name(op: Any, asked_by: str, kinds: Iterable[str]) -> str:
     if isinstance(op, Module) or (isinstance(op, type) and issubclass(op, Module)):
         kind = op.__name__ if isinstance(op, type) else type(op).__name__
-        raise UsageError(f"save_ops takes ops; got {described(op)}. To save modules, write save_modules({kind}).")
+        raise UsageError(f"{asked_by} takes ops; got {described(op)}. To save modules, write save_modules({kind}).")
     name = op if isinstance(op, str) else name_of(op) if callable(op) else None
     if name is None:
-        raise UsageError(f"save_ops takes names of ops, functions of torch and Function classes; got {op!r}.")
-    check(name, "save_ops")
+        others = f", and kinds of calls ({', '.join(map(repr, kinds))})" if kinds else ""
+        raise UsageError(f"{asked_by} takes names of ops, functions of torch and Function classes{others}; got {op!r}.")
+    check(name, asked_by, kinds)
     if name.endswith("_"):
         raise UsageError(
-            f"save_ops cannot save {name!r}: it writes into its argument, so there is no result of its own to keep. "
+            f"{asked_by} cannot save {name!r}: it writes into its argument, so there is no result of its own to keep. "
             f"Save the op that makes that argument, or use {name[:-1]!r}."
         )
     return name

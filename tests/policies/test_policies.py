@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -264,11 +265,28 @@ def test_full_but_for_some_results() -> None:
     saving = policies.full(save=["linear", "attention"])
     assert saving == policies.first_match(policies.save_ops("linear"), policies.save("attention"), policies.full())
     assert policies.full(save=[]) == policies.full()
-    for wrong in ("linear", [3], 3):
+    assert policies.full(save=[F.linear, torch.autograd.Function]) == policies.first_match(
+        policies.save_ops("linear", torch.autograd.Function), policies.full()
+    )
+    for wrong in ("linear", 3):
         with pytest.raises(UsageError, match=r"full\(save=\.\.\.\) takes a list"):
             policies.full(save=wrong)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="Did you mean 'linear'"):
-        policies.full(save=["linaer"])
+
+
+@each(
+    ("op", "message"),
+    [
+        (3, "takes names of ops, functions of torch and Function classes, and kinds of calls ('attention', 'rou"),
+        ("linaer", "knows no op 'linaer'. Did you mean 'linear'"),
+        ("atention", "knows no op 'atention'. Did you mean 'attention'?"),
+        ("sdpa", "Did you mean 'scaled_dot_product_attention'? 'attention' saves attention by whatever op."),
+        ("relu_", "cannot save 'relu_'"),
+        (nn.Linear, "takes ops; got the class Linear."),
+    ],
+)
+def test_a_wrong_op_of_full_is_refused_with_what_was_called(op: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=rf"^full\(save=\.\.\.\) .*{re.escape(message)}"):
+        policies.full(save=[op])
 
 
 @pytest.mark.parametrize(
@@ -502,6 +520,11 @@ def test_an_action_with_a_storage_that_is_none_is_refused() -> None:
         (lambda: policies.save_modules(), "at least one module"),
         (lambda: policies.save_modules(int), "none of these"),
         (lambda: policies.save_modules(""), "none of these"),
+        (
+            lambda: policies.save_modules(nn.Linear(2, 2)),
+            "a module of class Linear is none of these. Pass its path: the name that it has in model.named_modules().",
+        ),
+        (lambda: policies.recompute_modules(Model(2)), "a module of class Model is none of these. Pass its path"),
         (lambda: policies.recompute_modules(), "full() takes every block"),
         (lambda: policies.recompute_modules(3), "recompute_modules selects modules by"),
         (lambda: policies.save_names(), "takes names as given to reactivate.site"),
@@ -517,6 +540,11 @@ def test_an_action_with_a_storage_that_is_none_is_refused() -> None:
         (lambda: policies.union(None), "union takes a policy"),
         (lambda: policies.exclude(LINEAR), "at least one exception"),
         (lambda: reactivate.apply(Model(), None), "apply takes a policy"),
+        (
+            lambda: reactivate.apply(Model(), "plan.json"),
+            "'plan.json'. To read a plan from a file, write reactivate.Plan.load('",
+        ),
+        (lambda: reactivate.verify(Model(), (), policy=Path("plan.json")), "write reactivate.Plan.load('plan.json')."),
         (lambda: reactivate.apply(torch.sin, policies.full()), "For a function use checkpoint()"),
         (lambda: reactivate.checkpoint(torch.sin, policy=3), "checkpoint(policy=...) takes a policy"),
         (lambda: reactivate.site(3, name="x"), "Write site(fn, name='x')(x)"),
