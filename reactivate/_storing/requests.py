@@ -80,9 +80,18 @@ def refuse_silence() -> None:
         _known[id(storage)] = storage
         stayed = getattr(getattr(storage, "traffic", None), "stayed", None)
         reasons = "; ".join(f"{counted(number, 'tensor')}: {reason}" for reason, number in (stayed or {}).items())
+        asked = "the 1 tensor" if request.asked == 1 else f"all {request.asked:,} tensors"
         found = (
-            f"all of the {counted(request.asked, 'tensor')} that it was given stayed ({reasons or 'it gave them back'})"
+            f"{asked} that it was given stayed ({reasons or 'it gave them back'})"
             if request.asked
             else "what the regions are called with are parameters, other leaves, or tensors in lists and objects, which stay"
         )
-        warn(f"The storage {storage!r} has moved nothing in this step: {found}. Leave it out, or see docs/offload.md.")
+        remedy = " ".join(text for reason, text in _REMEDIES.items() if reason in reasons) or "Leave it out."
+        warn(f"The storage {storage!r} has moved nothing in this step: {found}. {remedy}")
+
+
+_REMEDIES = {
+    "smaller than": "To move small tensors as well, pass least_bytes=0.",
+    "on the host already": "For tensors of a CPU, use reactivate.storage.Disk in its place, or none.",
+}
+"""{words of a reason to stay: what to do about it}."""
