@@ -13,13 +13,14 @@ from reactivate._text.words import described
 from reactivate.errors import UsageError
 
 
-def check_saved(value: Any, kind: str, version: int) -> None:
+def check_saved(value: Any, kind: str, version: int, what: str = "This") -> None:
     """See to it that `value` is what `to_json` of a plan and the like returned.
 
     Args:
         value: anything.
         kind: the class, as users call it.
         version: of what this release writes.
+        what: the value in words.
 
     Raises:
         UsageError: it is something else, or of another version.
@@ -29,15 +30,19 @@ def check_saved(value: Any, kind: str, version: int) -> None:
         raise UsageError(
             f"{kind}.from_json takes what {kind}.to_json returned, a dict; got {described(value)}.{remedy}"
         )
-    if value.get("version") != version:
+    if "version" not in value:
+        raise no_such(kind, KeyError("version"), what)
+    if value["version"] != version:
         raise UsageError(
-            f"This {kind.lower()} is of version {value.get('version')!r}; this release reads {version}. Make it again."
+            f"{what} is of version {value['version']!r}; this release reads version {version} of the class {kind}. Make it "
+            "again."
         )
 
 
-def no_such(kind: str, error: Exception) -> UsageError:
-    """Return the error about a value from which no object of the class `kind` could be made."""
-    return UsageError(f"This is no {kind.lower()} as `{kind}.save` writes it: {error!r}.")
+def no_such(kind: str, error: Exception, what: str = "This") -> UsageError:
+    """Return the error about a value, in words `what`, from which no object of the class `kind` could be made."""
+    reason = f"the field {error.args[0]!r} is missing" if isinstance(error, KeyError) else repr(error)
+    return UsageError(f"{what} is no {kind.lower()} as `{kind}.save` writes it: {reason}.")
 
 
 class Saved:

@@ -180,6 +180,8 @@ def plan(
     with paused(model), older_objects_left_out(), progress("plan") as tell, ranks.together(), uncompiled():
         begin_sharded(model)
         target = replace(find_target(model, args, kwargs, device), reserve=kept_free, margin=spare)
+        if asked is None:
+            target.check_default_budget()
         planned = TrainingStep(model, args, kwargs, loss, step, compiled=compiled)
         may_slice = head == "rows" or (head is None and target.device.type == target.spec.name == "cpu")
         head = "rows" if may_slice and not (shapes or compiled or group) else "keep"

@@ -178,13 +178,20 @@ class Plan(PlanContents, OfPlanner, Saved):
         Raises:
             UsageError: it is not that, or of another version; or the storages are others than those of the plan.
         """
-        check_saved(value, "Plan", VERSION)
+        return cls._from(value, storage, "This")
+
+    @classmethod
+    def _from(cls, value: Mapping[str, Any], storage: Storage | Iterable[Storage] | None, what: str) -> Plan:
+        """Make a plan from what `to_json` returned, which errors call `what`."""
+        check_saved(value, "Plan", VERSION, what)
         given = storages_in(storage)
         try:
             contents = _fields_of(PlanContents, value)
             return cls(**contents, live=_live(contents.get("storages", ()), given))
+        except UsageError:
+            raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise no_such("Plan", error) from None
+            raise no_such("Plan", error, what) from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], storage: Storage | Iterable[Storage] | None = None) -> Plan:
@@ -206,7 +213,7 @@ class Plan(PlanContents, OfPlanner, Saved):
             raise UsageError(f"Plan.load: {os.fspath(path)!r} cannot be read as a plan: {error}.") from None
         if not isinstance(value, dict):
             raise UsageError(f"Plan.load: {os.fspath(path)!r} is no plan: it has a {type(value).__name__}.")
-        return cls.from_json(value, storage)
+        return cls._from(value, storage, f"The file {os.fspath(path)!r}")
 
 
 def _again(value: Mapping[str, Any], live: Mapping[str, Storage]) -> Plan:
@@ -238,8 +245,9 @@ def _made(kind: Any, value: Any) -> Any:
 
 
 def _fields_of(kind: Any, value: Mapping[str, Any]) -> dict[str, Any]:
+    needed = {item.name for item in fields(kind) if item.default is item.default_factory is dataclasses.MISSING}
     found = [(item.name, _key(item)) for item in fields(kind)]
-    return {name: _made(_hints(kind)[name], value[key]) for name, key in found if key in value}
+    return {name: _made(_hints(kind)[name], value[key]) for name, key in found if key in value or name in needed}
 
 
 _hints = functools.cache(get_type_hints)

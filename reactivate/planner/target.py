@@ -47,18 +47,21 @@ class Target:
         """Return whether the memory is the host's."""
         return self.device.type == "cpu" and self.spec.name == "cpu"
 
-    def capacity_bytes(self, fixed_bytes: int, *, is_predicted: bool) -> int:
-        """Return what is free on the device, and what the step has there already.
+    def check_default_budget(self) -> None:
+        """See to it that the device has a default budget.
 
         Raises:
-            UsageError: it is a CPU, whose free memory is unknown.
+            UsageError: it is a CPU that is here, whose free memory is unknown.
         """
-        if is_predicted:
-            return self.spec.memory_bytes
-        if self.device.type == "cpu":
+        if self.is_here and self.device.type == "cpu":
             raise UsageError(
                 "plan needs a budget on a CPU: pass bytes, '8GiB' or '50%', as in budget='8GiB' (--budget 8GiB)."
             )
+
+    def capacity_bytes(self, fixed_bytes: int, *, is_predicted: bool) -> int:
+        """Return what is free on the device, and what the step has there already."""
+        if is_predicted:
+            return self.spec.memory_bytes
         # What the allocator has reserved and no tensor has counts as free.
         cached = torch.accelerator.memory_reserved(self.device) - torch.accelerator.memory_allocated(self.device)
         return available_bytes(self.device) + int(cached) + fixed_bytes

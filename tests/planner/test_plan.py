@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -358,8 +359,11 @@ def test_a_share_is_of_the_activations() -> None:
 
 
 def test_a_cpu_has_no_default_budget() -> None:
+    case, calls = gpt(layers=2), []
+    case.model.register_forward_pre_hook(lambda *call: calls.append(call))
     with pytest.raises(UsageError, match="needs a budget on a CPU"):
-        reactivate.plan(gpt(layers=2).model, gpt(layers=2).args)
+        reactivate.plan(case.model, case.args)
+    assert not calls, "it is refused before anything runs"
 
 
 def test_less_memory_is_more_time_on_the_frontier() -> None:
@@ -595,11 +599,21 @@ def test_a_plan_is_saved_and_loaded(tmp_path: Path, three_blocks: tuple[Case, Pl
         loaded.measure()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 99}', '{"version": 1}', "nothing"])
-def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", "cannot be read as a plan"),
+        ("nothing", "cannot be read as a plan"),
+        ("[]", "is no plan: it has a list"),
+        ("{}", "is no plan as `Plan.save` writes it: the field 'version' is missing."),
+        ('{"version": 1}', "is no plan as `Plan.save` writes it: the field 'budget' is missing."),
+        ('{"version": 99}', "is of version 99; this release reads version 1 of the class Plan. Make it again."),
+    ],
+)
+def test_what_is_no_plan_is_refused(tmp_path: Path, text: str, found: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
-    with pytest.raises(UsageError, match="plan"):
+    with pytest.raises(UsageError, match=re.escape(f"{str(path)!r} {found}")):
         Plan.load(path)
     with pytest.raises(UsageError, match="cannot be read"):
         Plan.load(tmp_path / "missing.json")
