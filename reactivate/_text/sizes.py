@@ -10,23 +10,25 @@ from reactivate.errors import UsageError
 _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 UNITS = _DECIMAL | _BINARY
+# "gb" and "GIB", but not "Gb", which may be bits.
+_WRITTEN = {written: unit for unit in reversed(UNITS) for written in (unit.lower(), unit.upper(), unit)}
 _AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(\S*)")
 _POWER = re.compile(r"[0-9]+(?:\.[0-9]+)?[eE]\+?[0-9]{1,2}")  # "1e9": bytes, since no other amount is written so
 
 
 def split(text: str) -> tuple[str, str] | None:
-    """Return the amount and the unit that a text is made of; None if it is not.
+    """Return the amount and the unit that a text is made of; None if it is not. A unit is one of `UNITS`, if it is any.
 
     Examples:
         >>> from reactivate._text.sizes import split
-        >>> split("1.5 GiB"), split("1e9"), split("much")
+        >>> split("1.5 gib"), split("1e9"), split("much")
         (('1.5', 'GiB'), ('1e9', 'B'), None)
     """
     text = text.strip()
     if _POWER.fullmatch(text):
         return text, "B"
     found = _AMOUNT.fullmatch(text)
-    return None if found is None else (found[1], found[2])
+    return None if found is None else (found[1], _WRITTEN.get(found[2], found[2]))
 
 
 def size(value: int | str, asked: str) -> int:

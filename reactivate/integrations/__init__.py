@@ -12,3 +12,4 @@ from reactivate._xla.fence import Fence, register_fence
 from reactivate.integrations import recipe
 
 __all__ = ["Fence", "recipe", "register_fence"]
+__dir__ = __all__.copy

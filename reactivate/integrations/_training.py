@@ -34,7 +34,11 @@ class Training:
     """
 
     def __init__(
-        self, asked_by: str, policy: Policy | str | None, plan: str | os.PathLike[str] | None, budget: int | str | None
+        self,
+        asked_by: str,
+        policy: Policy | str | None,
+        plan: str | os.PathLike[str] | None,
+        budget: float | str | None,
     ) -> None:
         given = [name for name, value in (("policy", policy), ("plan", plan), ("budget", budget)) if value is not None]
         if len(given) != 1:

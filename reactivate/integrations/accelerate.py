@@ -23,7 +23,7 @@ def prepare(
     *objects: Any,
     policy: Policy | str | None = None,
     plan: str | os.PathLike[str] | None = None,
-    budget: int | str | None = None,
+    budget: float | str | None = None,
 ) -> Any:
     """Prepare objects as `Accelerator.prepare` does, and apply a policy to the models among them.
 
@@ -63,7 +63,9 @@ def prepare(
     return prepared
 
 
-def _check(accelerator: Any, trainings: list[Training], optimizers: list[Optimizer], budget: int | str | None) -> None:
+def _check(
+    accelerator: Any, trainings: list[Training], optimizers: list[Optimizer], budget: float | str | None
+) -> None:
     check_host(find_spec("accelerate"), "integrations.accelerate.prepare", "accelerate")
     if not callable(getattr(accelerator, "prepare", None)):
         raise UsageError(f"prepare takes an accelerate.Accelerator first; got {described(accelerator)}.")

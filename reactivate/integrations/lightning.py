@@ -52,7 +52,7 @@ class ActivationCheckpointing(*_BASES):  # type: ignore[misc]
         policy: Policy | str | None = None,
         *,
         plan: str | os.PathLike[str] | None = None,
-        budget: int | str | None = None,
+        budget: float | str | None = None,
         module: str = "",
     ) -> None:
         check_host(_BASES, "integrations.lightning.ActivationCheckpointing", "lightning")

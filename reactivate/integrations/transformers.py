@@ -49,7 +49,7 @@ class ActivationCheckpointing(*_BASES):  # type: ignore[misc]
         policy: Policy | str | None = None,
         *,
         plan: str | os.PathLike[str] | None = None,
-        budget: int | str | None = None,
+        budget: float | str | None = None,
     ) -> None:
         check_host(_BASES, "integrations.transformers.ActivationCheckpointing", "transformers accelerate")
         super().__init__()

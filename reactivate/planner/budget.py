@@ -18,7 +18,7 @@ RESERVED = "5%"
 """What a default budget leaves free, unless the user says otherwise."""
 _PERCENT = ("percent", "pct")
 _TAKES = (
-    'A budget is an int of bytes (8589934592, "8e9"), a text with a unit ("8GiB", "8 GB", "512MiB"), or a share ("50%") of '
+    'A budget is a number of bytes (8589934592, 8e9), a text with a unit ("8GiB", "8 GB", "512MiB"), or a share ("50%") of '
     "the activation peak of the plain step: its peak without what is allocated all the time (parameters, gradients, "
     "optimizer state, inputs)."
 )
@@ -57,14 +57,15 @@ class Budget:
         return fixed_bytes + int(self.share * plain_activation_bytes)
 
 
-def parse(budget: int | str) -> Budget:
+def parse(budget: float | str) -> Budget:
     """The budget that a user wrote.
 
     Units are those of IEC (KiB, MiB, GiB, TiB: powers of 1024) and SI (kB, MB, GB, TB: powers of 1000). A part of a byte
     is dropped.
 
     Args:
-        budget: bytes as an int, or a text: an amount and its unit, or a percentage of the plain step's activation peak.
+        budget: bytes as a whole number, or a text: an amount and its unit, or a percentage of the plain step's activation
+            peak.
 
     Raises:
         UsageError: it is neither, or is nothing, or is more than 100 %.
@@ -78,15 +79,17 @@ def parse(budget: int | str) -> Budget:
     """
     if isinstance(budget, str):
         return _parse_text(budget)
-    if isinstance(budget, bool) or not isinstance(budget, int):
+    is_whole = isinstance(budget, float) and budget.is_integer() and budget != 1  # 1.0 may be a share
+    if isinstance(budget, bool) or not (isinstance(budget, int) or is_whole):
         raise _refusal(budget, f"is a {type(budget).__name__}{_about_number(budget)}")
-    return Budget(f"{budget}B", total_bytes=_positive(budget, budget))
+    return Budget(f"{int(budget)}B", total_bytes=_positive(budget, int(budget)))
 
 
 def _parse_text(text: str) -> Budget:
     found = split(text)
     if found is None:
-        raise _refusal(text, "is not an amount and a unit")
+        is_negative = text.strip().startswith("-") and split(text.strip()[1:]) is not None
+        raise _refusal(text, "is negative" if is_negative else "is not an amount and a unit")
     amount, unit = Fraction(found[0]), found[1]
     if unit == "%":
         return Budget(text.strip(), share=_share(text, amount))
@@ -95,7 +98,7 @@ def _parse_text(text: str) -> Budget:
     return Budget(text.strip(), total_bytes=_positive(text, int(amount * UNITS[unit])))
 
 
-def _positive(budget: int | str, total_bytes: int) -> int:
+def _positive(budget: float | str, total_bytes: int) -> int:
     if total_bytes <= 0:
         raise _refusal(budget, "leaves no memory" if total_bytes == 0 else "is negative")
     return total_bytes
@@ -122,11 +125,9 @@ def _about_unit(amount: str, unit: str) -> str:
 
 
 def _about_number(budget: object) -> str:
-    if not isinstance(budget, float) or budget <= 0:
+    if not isinstance(budget, float) or not 0 < budget <= 1:
         return ""
-    if budget <= 1:
-        return f'; for that share say "{_percent(Fraction(str(budget)))}"'
-    return f"; for so many bytes say {int(budget)}" if budget.is_integer() else ""
+    return f'; for that share say "{_percent(Fraction(str(budget)))}"'
 
 
 def _percent(share: Fraction) -> str:
@@ -175,7 +176,7 @@ def parse_margin(margin: str | int | None) -> Fraction:
 _NOTHING = Budget("0B", total_bytes=0)
 
 
-def parse_reserve(reserve: int | str | None, budget: int | str | None) -> Budget:
+def parse_reserve(reserve: int | str | None, budget: float | str | None) -> Budget:
     """Return the reserve that a user asked for.
 
     Args:

@@ -146,7 +146,7 @@ class Plan(PlanContents, OfPlanner, Saved):
         """Return whether it can still run the step that it was made for: not from a file."""
         return self.runner is not None
 
-    def at(self, budget: int | str) -> Plan:
+    def at(self, budget: float | str) -> Plan:
         """The plan for another budget, without another look at the model.
 
         Args:
