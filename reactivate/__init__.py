@@ -73,6 +73,8 @@ _MODULES = {
 # Rooms whose classes functions return, and which the reference names.
 _ROOMS = ("planner", "report")
 
+_NAMESPACES = ("policies", "storage", "loss", "errors", "guards", "dropin", "integrations")
+
 
 if not TYPE_CHECKING:  # to which a module with a `__getattr__` has every name
 
@@ -86,13 +88,14 @@ if not TYPE_CHECKING:  # to which a module with a `__getattr__` has every name
             return import_module(f"reactivate.{name}")
         if name.startswith("__"):
             raise AttributeError(f"reactivate has no {name!r}.")
-        if name in import_module("reactivate.policies").__all__:
-            raise AttributeError(
-                f"reactivate has no {name!r}. Policies are in a namespace: reactivate.policies.{name}."
-            )
-        did_you_mean = import_module("reactivate._text.words").did_you_mean
-        raise AttributeError(f"reactivate has no {name!r}.{did_you_mean(name, __all__)}")
+        if name == "offload":  # as it is often called
+            raise AttributeError("reactivate has no 'offload'. Storages are in a namespace: reactivate.storage.")
+        words = import_module("reactivate._text.words")
+        for room in _NAMESPACES:
+            if name in import_module(f"reactivate.{room}").__all__ and name not in words.RENAMED:
+                raise AttributeError(f"reactivate has no {name!r}. It is in a namespace: reactivate.{room}.{name}.")
+        raise AttributeError(f"reactivate has no {name!r}.{words.did_you_mean(name, __all__)}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

@@ -28,6 +28,7 @@ __all__ = [
     "UnsupportedError",
     "UsageError",
 ]
+__dir__ = __all__.copy
 
 
 class ReactivateError(RuntimeError):

@@ -3,3 +3,4 @@
 from reactivate._loss.chunked import chunked_cross_entropy
 
 __all__ = ["chunked_cross_entropy"]
+__dir__ = __all__.copy

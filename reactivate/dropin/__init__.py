@@ -22,3 +22,4 @@ __all__ = [
     "uninstall",
     "xla",
 ]
+__dir__ = __all__.copy

@@ -14,5 +14,6 @@ from reactivate.guards.rng import Rng
 from reactivate.guards.trackers import TrackerGuard
 
 __all__ = ["DEFAULT", "ContextPair", "Guard", "Guards", "RngTracker", "TrackerGuard", "tensor_parallel_seeds"]
+__dir__ = __all__.copy
 
 DEFAULT = Guards((Rng(), Ambient(), Modules()))

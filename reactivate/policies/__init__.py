@@ -35,6 +35,7 @@ __all__ = [
     "save_ops",
     "union",
 ]
+__dir__ = __all__.copy
 
 
 if not TYPE_CHECKING:  # to which a module with a `__getattr__` has every name

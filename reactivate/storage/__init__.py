@@ -7,3 +7,4 @@ from reactivate.storage.host import Host
 from reactivate.storage.sharded import Sharded
 
 __all__ = ["Device", "Disk", "Host", "Sharded", "Storage", "contract"]
+__dir__ = __all__.copy

@@ -762,3 +762,12 @@ def test_run_runs_a_script_as_python_does(end: str, code: int, tmp_path: Path) -
     assert done.stdout == "__main__ ['--lr', '3', '-x'] reactivate.dropin.torch\n"
     assert ("KeyError: 'mine'" in done.stderr) is (code == 1)
     assert done.stderr.endswith("reactivate: 1 checkpointed region ran.\n")
+
+
+def test_run_says_why_no_region_ran(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('trained')", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "reactivate", "run", script], capture_output=True, text=True, check=True
+    )
+    assert "0 checkpointed regions ran. The script never called torch.utils.checkpoint" in done.stderr

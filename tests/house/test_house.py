@@ -157,6 +157,12 @@ assert torch.equal(x.grad, torch.autograd.grad(torch.tanh(x).sum(), x)[0])
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_dir_lists_what_is_offered() -> None:
+    assert set(dir(reactivate)) == {*reactivate.__all__, "__version__"}
+    for room in ("policies", "storage", "guards", "errors", "dropin", "integrations", "loss"):
+        assert dir(getattr(reactivate, room)) == sorted(getattr(reactivate, room).__all__), room
+
+
 def test_the_page_of_the_house_is_as_the_house_is() -> None:
     found = (Path(__file__).parents[2] / "docs" / "house.md").read_text(encoding="utf-8")
     assert found == page() + "\n", "write it again: python tests/house.py > docs/house.md"

@@ -153,8 +153,14 @@ def test_a_name_that_is_nearly_right() -> None:
         policies.recompute_ever
     with pytest.raises(AttributeError, match=r"no 'explian'\. Did you mean 'explain'"):
         reactivate.explian
-    with pytest.raises(AttributeError, match=r"reactivate\.policies\.full"):
-        reactivate.full
+    for name, place in (
+        ("full", "policies.full"),
+        ("Host", "storage.Host"),
+        ("offload", "storage"),
+        ("UsageError", "errors.UsageError"),
+    ):
+        with pytest.raises(AttributeError, match=rf"no '{name}'\. .* in a namespace: reactivate\.{place}\."):
+            getattr(reactivate, name)
     assert not hasattr(policies, "__wrapped__")
 
 

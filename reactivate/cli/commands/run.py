@@ -12,6 +12,11 @@ import click
 from reactivate._text.words import counted
 from reactivate.dropin import install
 
+_WHY_NONE = (
+    " The script never called torch.utils.checkpoint in this process, or only without gradients. Turn on its checkpointing, "
+    "or call reactivate.apply in it."
+)
+
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
@@ -33,5 +38,6 @@ def run(script: Path, arguments: tuple[str, ...]) -> int:
         return 1
     finally:
         sys.argv[:], sys.path[:] = before
-        click.echo(f"reactivate: {counted(installation.regions, 'checkpointed region')} ran.", err=True)
+        why = "" if installation.regions else _WHY_NONE
+        click.echo(f"reactivate: {counted(installation.regions, 'checkpointed region')} ran.{why}", err=True)
     return 0
