@@ -66,7 +66,7 @@ class Explanation(Tabled):
 
     @property
     def offloaded_bytes(self) -> int:
-        """Return the bytes that a storage keeps elsewhere."""
+        """Return the bytes that storages took in, among them the last ones, which wait where they are."""
         return sum(entry.kept_bytes for entry in self.walk() if entry.storage is not None)
 
     @property

@@ -32,7 +32,7 @@ class Disk(Moving):
     backward raises a `reactivate.errors.StorageError`.
 
     Args:
-        path: a directory, on a disk that is local and fast.
+        path: a directory that exists, on a local and fast disk.
         limit: the most bytes of the file, as an int or a text ("100GiB"); as much as there is room for by default. Over it,
             tensors stay in memory, and a warning says so once.
         least_bytes: smaller tensors stay in memory; an int or a text as well.

@@ -46,10 +46,10 @@ class Traffic:
     """Counts of a storage.
 
     Attributes:
-        moved: tensors that were taken in, among them the last ones, which wait where they are.
+        moved: tensors that went, or are on their way.
         moved_bytes: bytes of these. Of views of one memory these count once.
         loaded_bytes: bytes that were brought back.
-        stayed: {reason: number} of the tensors that were not moved.
+        stayed: {reason: number} of the tensors that did not move, among them the last ones, which wait where they are.
     """
 
     moved: int = 0
@@ -123,7 +123,6 @@ class Mover:
         if reason is not None:
             self.traffic.stayed[reason] += 1
             return tensor
-        self.traffic.moved += 1
         return self._moved(tensor, wrappers)
 
     def load(self, handle: Any) -> Tensor:
@@ -170,10 +169,30 @@ class Mover:
                 piece = (self.put_fake if isinstance(run, FakeTensor) else self.put)(run, memory, extent)
             if not piece.waits:
                 memory.let_go()
+                self.count(piece, None)
             self.settle()
-            self.traffic.moved_bytes += memory.nbytes
             self._pieces[key] = piece
+        self.count(piece, piece.stays, 1)
         return Moved(piece, placement.moved_by(extent.start - piece.extent.start))
+
+    def count(self, piece: Piece, stays: str | None, more: int = 0) -> None:
+        """Count the tensors of a piece as moved, or as staying for a reason.
+
+        Args:
+            stays: the reason; None if they move.
+            more: how many tensors the piece has now that it had not.
+        """
+        with self.lock:
+            traffic, before = self.traffic, (piece.stays, -piece.tensors)
+            traffic.moved_bytes += piece.memory.nbytes * ((stays is None) - (piece.stays is None))
+            piece.stays, piece.tensors = stays, piece.tensors + more
+            for reason, number in (before, (stays, piece.tensors)):
+                if reason is None:
+                    traffic.moved += number
+                else:
+                    traffic.stayed[reason] += number
+                    if not traffic.stayed[reason]:
+                        del traffic.stayed[reason]
 
     def put_fake(self, run: Any, memory: Memory, extent: Extent) -> Piece:
         """Take a run of a fake tensor away, which has no elements."""

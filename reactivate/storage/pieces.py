@@ -9,6 +9,7 @@ from torch import Tensor
 
 from reactivate.storage.placement import Extent, Memory, run_of
 
+LAST = "taken in last, so the backward needs them first (last=)"
 WRITTEN = "a tensor that a storage took in has been modified by an inplace operation before it was copied"
 
 
@@ -20,10 +21,14 @@ class Piece:
         extent: which elements of that memory.
         number: its place in a series.
         waits: whether its elements may wait where they are, where others can write to them.
+        tensors: how many tensors are in it.
+        stays: why its elements are where they were; None if they went.
     """
 
     number = 0
     waits = False
+    tensors = 0
+    stays: str | None = LAST
     _is_written = False
 
     def __init__(self, memory: Memory, extent: Extent) -> None:

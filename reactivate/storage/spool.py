@@ -88,7 +88,9 @@ class DiskPiece(Piece):
             return True
         begun = self._spool.write(run)
         if begun is None:
+            self._spool.count(self, "there is no room for them")
             return False
+        self._spool.count(self, None)
         self._write, on_host = begun
         if on_host is not run:
             self._run, self._copy = None, on_host
@@ -110,6 +112,7 @@ class DiskPiece(Piece):
         if write is None or write.file.is_lost:
             return
         if write.error is not None:
+            self._spool.count(self, "they could not be written")
             self._spool.warn_of_no_room(f"a tensor could not be written ({write.error})")
             return
         if self._run is not None:

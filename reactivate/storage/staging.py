@@ -175,12 +175,13 @@ class Staging(Mover):
 
     def _send(self, series: Series[HostPiece], piece: HostPiece) -> None:
         if piece.start():
+            self.count(piece, None)
             series.going.append(ref(piece))
             for gone in series.have_gone(1):
                 gone.let_go()
         elif not piece._is_written:
             reason = f"the limit of {self.limit:,} locked bytes is reached"
-            self.traffic.stayed[reason] += 1
+            self.count(piece, reason)
             self.warn_once(
                 f"{reason}, and tensors stay on the device. Raise it with Host(limit=...), if the machine has more memory."
             )

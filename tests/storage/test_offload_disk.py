@@ -26,6 +26,7 @@ from reactivate.errors import UsageError
 from reactivate.storage import Disk, Host, spool
 from reactivate.storage.areas import Areas
 from reactivate.storage.disk_file import DiskFile
+from reactivate.storage.pieces import LAST
 from reactivate.storage.samples import Pair
 
 
@@ -93,7 +94,8 @@ def test_the_last_stays_in_memory_and_small_ones_do(tmp_path: Path) -> None:
     for handle, tensor in reversed(list(zip(handles, expected))):
         assert_bitwise(tensor, storage.load(handle), "a tensor")
     assert storage.traffic.loaded_bytes <= 4 * 4096 * 4
-    assert storage.traffic.stayed == {"smaller than 64 bytes": 1}
+    assert storage.traffic.stayed == {"smaller than 64 bytes": 1, LAST: 2}
+    assert storage.traffic.moved == 4 and storage.traffic.moved_bytes == 4 * 4096 * 4
 
 
 def test_reading_one_starts_the_one_before(tmp_path: Path, monkeypatch: Any) -> None:
