@@ -60,6 +60,7 @@ from reactivate._torch.autograd import (
     pop_hooks_of,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    saver_of,
     users_hooks,
 )
 from reactivate._torch.dynamo import (
@@ -248,7 +249,8 @@ class Region:
         code, saved = frame.f_code, self.saved
         if code is FUNCTION_APPLY_CODE or code is SETTLING_CODE:  # a custom function may read it as often as it wants
             self.note_read_again(len(saved))
-        saved.append((metadata_of(tensor), code, frame.f_lasti))
+            frame = saver_of(frame)
+        saved.append((metadata_of(tensor), frame.f_code, frame.f_lasti))
         return len(saved) - 1
 
     @not_a_users_hook

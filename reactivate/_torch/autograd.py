@@ -6,7 +6,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -352,6 +352,13 @@ SavedTensor, save_tensor = resolve_private(
     probe=lambda kind, save: isinstance(saved := save(_ones(), False), kind) and saved.unpack() is not None,
     public=(SavedOnNode, SavedOnNode),
 )
+
+
+def saver_of(frame: FrameType) -> FrameType:
+    """Return the frame that saves a tensor, from that in which autograd does: one with a node of its own is behind two."""
+    maker = frame.f_back
+    is_on_node = frame.f_code is FUNCTION_APPLY_CODE and maker and maker.f_code is SavedOnNode.__init__.__code__
+    return maker.f_back or frame if maker is not None and is_on_node else frame
 
 
 def data_of(saved: Any) -> Any:
