@@ -355,10 +355,10 @@ SavedTensor, save_tensor = resolve_private(
 
 
 def saver_of(frame: FrameType) -> FrameType:
-    """Return the frame that saves a tensor, from that in which autograd does: one with a node of its own is behind two."""
-    maker = frame.f_back
-    is_on_node = frame.f_code is FUNCTION_APPLY_CODE and maker and maker.f_code is SavedOnNode.__init__.__code__
-    return maker.f_back or frame if maker is not None and is_on_node else frame
+    """Return the frame that saves a tensor, from that in which autograd does: it may be behind a node made for it."""
+    maker = frame.f_back if frame.f_code is FUNCTION_APPLY_CODE else frame
+    is_on_node = maker is not None and maker.f_code is SavedOnNode.__init__.__code__
+    return (maker.f_back or frame) if maker is not None and is_on_node else frame
 
 
 def data_of(saved: Any) -> Any:

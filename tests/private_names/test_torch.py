@@ -1014,6 +1014,20 @@ def what_is_kept_can_be_asked_for() -> None:
     assert is_said == hasattr(saved, "data")  # from torch 2.12 on; before, the hooks are run
 
 
+@needs("saver_of")
+def what_saves_a_tensor_is_known_by_its_frame() -> None:
+    found: list[str] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.append(room.saver_of(sys._getframe(1)).f_code.co_name)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        room.save_tensor(torch.ones(2), False)
+        room.SavedOnNode(torch.ones(2), False)
+    assert found == ["what_saves_a_tensor_is_known_by_its_frame"] * 2
+
+
 @needs("OpOverload", "OpOverloadPacket", "HigherOrderOperator", "qualified_name")
 def ops_have_classes_and_names() -> None:
     assert room.builtin_functions.linear is torch.nn.functional.linear
