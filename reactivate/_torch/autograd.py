@@ -326,11 +326,15 @@ class SavedOnNode:
         if self._nested is not None:
             return
         modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
-        _set_modes(True, False)
         try:
+            _set_modes(True, False)
             self._output = _KeepInput.apply(_ANCHOR, tensor)  # the node lives as long as this
         finally:
-            _set_modes(*modes)
+            try:
+                _set_modes(*modes)
+            except BaseException:  # an interrupt
+                _set_modes(*modes)
+                raise
 
     def unpack(self) -> Tensor:
         """The tensor, or autograd's own error if it was written to."""

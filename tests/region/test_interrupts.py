@@ -100,6 +100,7 @@ def left_open(model: nn.Module) -> dict[str, Any]:
         "log": log_of_calls.get(),
         "in the place of a forward": placed,
         "grad mode": not torch.is_grad_enabled(),
+        "forward mode": not torch._C._is_fwd_grad_enabled(),
         "recomputation": reactivate.is_recomputing(),
         "state set back": [*STATE_LOCK.inside, *STATE_LOCK.writers, *STATE_LOCK.waiting],
         "memory set back": rewound_memory,
