@@ -40,7 +40,7 @@ test: $(VENV)/.test  ## the first tier: what a change is checked with, in four m
 test-all: $(VENV)/.test $(VENV)/.models  ## the second tier: all else that a CPU can run
 	$(TEST) $(BIN)/python -m pytest -n $(JOBS) --all -m second
 
-ENGINE := $(addprefix tests/region/test_,$(addsuffix .py,exact autograd exceptions memory visibility nested_storage)) \
+ENGINE := $(addprefix tests/region/test_,$(addsuffix .py,exact autograd exceptions interrupts memory visibility nested_storage)) \
 	$(addprefix tests/snapshot/test_,$(addsuffix .py,modules arguments mutation own_writes)) \
 	$(addprefix tests/guards/test_,$(addsuffix .py,rng ambient)) \
 	$(addprefix tests/saved_calls/test_,$(addsuffix .py,saved_sites saved_sites_kept saved_functions nested_sites)) \
