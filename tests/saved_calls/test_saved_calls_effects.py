@@ -278,7 +278,8 @@ def test_a_saved_call_in_a_recomputation_reads_no_weight_that_was_written_to_sin
     out = reactivate.checkpoint(lambda x: inner(x.cos()))(x)
     with torch.no_grad():
         layer.weight.mul_(2)
-    with pytest.raises(reactivate.errors.MutationError, match="`Linear` had saved .* was written to afterwards"):
+    refused = "`Linear` had saved .* was written to afterwards|reads `Linear.weight`"  # the latter before torch 2.12
+    with pytest.raises(reactivate.errors.MutationError, match=refused):
         out.sum().backward()
 
 
