@@ -176,11 +176,12 @@ def on_disk(path: str, rounds: int, layers: int) -> dict[str, Any]:
     for name, found in gradients.items():
         if not all(map(torch.equal, found, gradients["plain"])):
             sys.exit(f"{name}: other gradients than the plain step's")
-    moved = {name: disk.traffic.moved_bytes // (rounds + 1) for name, disk in disks.items()}
+    counts = {name: disk.traffic.moved + sum(disk.traffic.stayed.values()) for name, disk in disks.items()}
+    taken = {name: batch.nbytes * count // (rounds + 1) for name, count in counts.items()}
     return {
         "seconds": {name: values[1:] for name, values in seconds.items()},
         "bytes per second": {name: values[1:] for name, values in rates.items()},
-        "bytes taken in by a step": moved,
+        "bytes taken in by a step": taken,
     }
 
 
