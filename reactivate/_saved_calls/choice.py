@@ -111,7 +111,7 @@ def _is_torchs_forward(module: Module, forward: Any) -> bool:
     inner = vars(module).get("_conv_forward", getattr(kind, "_conv_forward", forward))
     if any(getattr(item, "__globals__", {}).get("__name__") != kind.__module__ for item in (forward, inner)):
         return False
-    function = getattr(functional, _QUIET_MODULES[kind])
+    function = getattr(functional, _QUIET_MODULES.get(kind, ""), None)  # none, if the module has another class by now
     return type(function) is BuiltinFunctionType or getattr(function, "__globals__", None) is vars(functional)
 
 

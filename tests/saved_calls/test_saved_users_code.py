@@ -156,3 +156,26 @@ def test_statistics_that_an_op_moves_under_a_mode_are_moved_again() -> None:
         return found
 
     check_program(Program(train, recomputations=STEPS))
+
+
+class Doubled(nn.Linear):
+    """A class that a linear layer gets while it is trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) * 2
+
+
+def test_a_saved_module_may_get_another_class() -> None:
+    def train(wrap: Wrap) -> Any:
+        model, found = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), []
+        checkpointed = wrap(model, policy=policies.save_modules("0"))
+        for step in range(STEPS):
+            if step == 1:
+                model[0].__class__ = Doubled
+            model.zero_grad()
+            y = checkpointed(torch.randn(3, 4, requires_grad=True))
+            backward(y)
+            found += [y.detach(), *[parameter.grad for parameter in model.parameters()]]
+        return found
+
+    check_program(Program(train, recomputations=STEPS))
