@@ -87,7 +87,7 @@ def is_plain(kind: type) -> bool:
         return False
     if issubclass(kind, BaseException):
         return kind.__module__ != "builtins"
-    if package_of(kind) in ("reactivate", "torch"):
+    if is_of_torch(kind):
         return kind.__module__.startswith(("torch.distributions.", "torch.quasirandom"))
     # Of `logging` only its own classes: a handler of the user's may count.
     if is_value(kind) or package_of(kind) == "logging" or any(package_of(base) in _SHARED for base in kind.__mro__):

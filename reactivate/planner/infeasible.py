@@ -80,8 +80,8 @@ def about_repeated(plain: Trace) -> str:
 
 def about_other_checkpoints(plain: Trace, units: Collection[str]) -> str:
     """Say that blocks run under a checkpoint of the model's own, which leaves a plan nothing to choose there."""
-    ours = {call.path for calls in plain.calls for call in calls if call.regions}
-    paths = [path for path in units if path in plain.checkpointed | ours]
+    found = plain.checkpointed.union(call.path for calls in plain.calls for call in calls if call.regions)
+    paths = [path for path in units if path in found]
     if not paths:
         return ""
     return (
