@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
-from reactivate._torch.modes import FLAGS, dispatch_modes, function_modes
+from reactivate._torch.flags import FLAGS
+from reactivate._torch.modes import dispatch_modes, function_modes
 
 setting: contextvars.ContextVar[float] = contextvars.ContextVar("setting", default=1.0)
 

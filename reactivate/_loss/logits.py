@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.compiler import is_compiling
-from torch.nn import functional
+from torch.nn.functional import cross_entropy
 
 from reactivate._loss.by_rows import cross_entropy_by_rows
 from reactivate._loss.observed import tell
+from reactivate._torch.asking import asking
 from reactivate._torch.dynamo import is_jit_tracing, leave_out_of_graphs
 from reactivate._torch.modes import FakeTensor
 from reactivate._torch.modules import without_memory
@@ -53,7 +54,7 @@ _SHAPING = frozenset(
         *(Tensor.contiguous, Tensor.squeeze, Tensor.unsqueeze, Tensor.__getitem__, Tensor.narrow, Tensor.select),
     }
 )
-_SIGNATURE = inspect.signature(functional.cross_entropy)
+_SIGNATURE = inspect.signature(cross_entropy)
 
 
 class Logits(Tensor):
@@ -120,11 +121,12 @@ class Logits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        func = asking(func, kwargs)
         if func in _ASKING:
             return super().__torch_function__(func, types, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, Logits) and not first._is_made:
-            if func is functional.cross_entropy:
+            if func is cross_entropy:
                 found = first._cross_entropy(_SIGNATURE.bind(*args, **kwargs))
             elif func in _SHAPING and _is_shaping(func, args):
                 found = first._shaped(func, args[1:], kwargs)

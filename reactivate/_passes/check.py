@@ -25,7 +25,8 @@ from torch.nn import Parameter
 from reactivate._bits import checksum, checksum_of, elements_in_a_row
 from reactivate._passes.stale import comes_from_stale, watches
 from reactivate._snapshot.geometry import has_memory
-from reactivate._torch.modes import is_any_autocast_enabled, run_unseen
+from reactivate._torch.flags import is_any_autocast_enabled
+from reactivate._torch.modes import run_unseen
 from reactivate._torch.ops import flatten
 from reactivate._types import Unrestored
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._snapshot.geometry import memory_of
+from reactivate._torch.asking import asking
 from reactivate._torch.autograd import innermost_pack_hook
 from reactivate._torch.ops import call_counted, is_view, leaves_at_op, written_values
 from reactivate.errors import MutationError
@@ -131,6 +132,7 @@ class _StaleNumbers(TorchFunctionMode):
         self._reads = reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = asking(func, kwargs)
         if func in _GIVES_NUMBERS:
             source = self._reads.source_of(args[0])
             if source is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from reactivate._passes.oplog import checksum
+from reactivate._torch.asking import asking
 from reactivate._torch.autograd import FUNCTION_APPLY_CODE
 from reactivate._torch.modes import run_unseen
 from reactivate._torch.ops import tensors_in
@@ -58,6 +59,7 @@ class Filled(TorchFunctionMode):
         self._saved: list[tuple[int, Tensor, int]] = []  # those among them that it saves, with checksums
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = asking(func, kwargs)
         around = self._arguments, self._saved
         self._arguments, self._saved = frozenset(map(id, tensors_in(args, kwargs or {}))), []
         try:

@@ -6,17 +6,17 @@ where it depends on nothing else, and ops that the policy cannot speak of are no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from types import BuiltinFunctionType, FunctionType
+from collections.abc import Iterator
+from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import ref
 
-from torch import Tensor, nn
-from torch.nn import Module, functional
+from torch import nn
+from torch.nn import Module
 from torch.nn.functional import multi_head_attention_forward
 
 from reactivate._modules.paths import modules_below
-from reactivate._snapshot.kinds import is_of_torch
+from reactivate._saved_calls.torchs_own import are_torchs, is_torchs_alone, is_torchs_forward
 from reactivate._torch.modes import without_function_modes
 from reactivate._torch.ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from reactivate._types import Action, Policy, Save, Site
@@ -35,21 +35,12 @@ _QUIET = frozenset(
         *("exp", "log", "sin", "cos", "mul", "add", "sub", "div", "pow", "sqrt", "rsqrt", "max", "sum", "mean", "cat"),
     ]
 )
-# With the function of torch.nn.functional that each calls.
-_QUIET_MODULES: dict[type[Module], str] = {
-    nn.Linear: "linear",
-    nn.Conv1d: "conv1d",
-    nn.Conv2d: "conv2d",
-    nn.Conv3d: "conv3d",
-    nn.Embedding: "embedding",
-    nn.LayerNorm: "layer_norm",
-    nn.GroupNorm: "group_norm",
-    nn.RMSNorm: "rms_norm",
-    nn.GELU: "gelu",
-    nn.SiLU: "silu",
-    nn.ReLU: "relu",
-    nn.Softmax: "softmax",
-}
+_QUIET_MODULES = frozenset(
+    [
+        *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+        *(nn.GELU, nn.SiLU, nn.ReLU, nn.Softmax),
+    ]
+)
 _ACCESSORS = frozenset({"get", "set", "delete"})  # of attributes such as `grad`
 _BY_ARGUMENTS = COPIES | ATTENTION
 # Functions written in Python that stand for many ops: these are looked at, unless the policy saves the whole.
@@ -83,36 +74,18 @@ class CallDecision(NamedTuple):
     function: Any = None
     is_users: bool = False
 
-    def of_call(self, fn: Any, tensors: Iterable[Tensor]) -> CallDecision:
-        """Return the decision on one call: it runs code of the user's where a tensor is of a class of the user's, or where
-        something else stands in the place of torch's function.
-
-        Args:
-            fn: what is called.
-            tensors: what it is called with.
-        """
+    def of_call(self, fn: Any, args: Any, kwargs: dict[str, Any]) -> CallDecision:
+        """Return the decision on one call, in which code of the user's may run although the function is torch's."""
         if self.is_users:
             return self
-        if self.module is not None:
-            tensors = (*tensors, *(item for item in self.module._parameters.values() if item is not None))
-        is_torchs = all(map(is_of_torch, map(type, tensors))) and (
-            self.module is None or _is_torchs_forward(self.module, fn)
-        )
+        is_torchs = are_torchs(args) and (not kwargs or are_torchs(kwargs.values()))
+        if is_torchs:
+            is_torchs = is_torchs_alone(fn) if self.module is None else is_torchs_forward(self.module, fn)
         return self if is_torchs else self.of_users()
 
     def of_users(self) -> CallDecision:
         """Return the decision on a call that runs code of the user's as well."""
         return self._replace(is_quiet=False, is_torchs=False, is_users=True)
-
-
-def _is_torchs_forward(module: Module, forward: Any) -> bool:
-    """Return whether the `forward` of a quiet module and the function that it calls are torch's: both can be replaced."""
-    kind = type(module)
-    inner = vars(module).get("_conv_forward", getattr(kind, "_conv_forward", forward))
-    if any(getattr(item, "__globals__", {}).get("__name__") != kind.__module__ for item in (forward, inner)):
-        return False
-    function = getattr(functional, _QUIET_MODULES.get(kind, ""), None)  # none, if the module has another class by now
-    return type(function) is BuiltinFunctionType or getattr(function, "__globals__", None) is vars(functional)
 
 
 def _is_torchs(function: Any, op: str) -> bool:

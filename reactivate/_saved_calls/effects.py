@@ -423,4 +423,4 @@ def _is_looked_after(value: Any, kind: type) -> bool:
     if is_value(kind) or package_of(kind) == "reactivate":
         return True
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+    return numpy is not None and isinstance(value, (numpy.generic, numpy.random.Generator, numpy.random.RandomState))

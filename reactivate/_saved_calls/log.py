@@ -6,9 +6,7 @@ functions by their class (see `functions`), and named functions because `reactiv
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any
 from weakref import finalize, ref
 
@@ -23,6 +21,7 @@ from reactivate._passes.oplog import OpLog
 from reactivate._saved_calls.choice import CallDecision, Choice
 from reactivate._saved_calls.functions import intercept, release
 from reactivate._snapshot.held import ATOMS
+from reactivate._torch.asking import IN_C, asking, show_inside
 from reactivate._torch.dynamo import COMPILED_CODE, compiled_code_is_shown
 from reactivate._torch.modes import function_modes, pop_function_mode, push_function_mode, replace_function_modes
 
@@ -166,6 +165,8 @@ class _LoggingMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_compiling():  # torch.compile traces this: its graph is that without the mode
             return func(*args, **(kwargs or {}))
+        if type(func) not in IN_C:
+            func = asking(func, kwargs)
         if func in self._ignored:
             return func(*args, **kwargs) if kwargs else func(*args)
         if self._log.is_inside or current_log() is not self._log:  # nor what a region inside of this one calls
@@ -176,21 +177,8 @@ class _LoggingMode(TorchFunctionMode):
         if decision.is_of_interest:
             return self._log.call(decision, func, args, kwargs or {})
         if decision.is_opened:
-            with self:
-                return opened(func)(*args, **(kwargs or {}))
+            return show_inside(self, func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
-
-
-@functools.lru_cache(maxsize=16)
-def opened(function: FunctionType) -> FunctionType:
-    """One of torch's functions that are written in Python, without its question whether a mode wants all of it.
-
-    So that a mode sees the functions that it calls.
-    """
-    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
-    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
 
 
 class SeenForward(Placed):

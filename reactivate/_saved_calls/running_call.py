@@ -18,7 +18,8 @@ from reactivate._saved_calls.effects import Effects, versions_of
 from reactivate._saved_calls.log import objects_in
 from reactivate._saved_calls.saved_call import SavedCall, Slot
 from reactivate._torch.autograd import is_outside_of_functions, next_node_number, not_a_users_hook
-from reactivate._torch.modes import is_any_autocast_enabled, is_function_mode_active, without_function_modes
+from reactivate._torch.flags import is_any_autocast_enabled
+from reactivate._torch.modes import is_function_mode_active, without_function_modes
 from reactivate._torch.ops import tensors_in
 from reactivate._types import Storage
 
@@ -54,7 +55,7 @@ class RunningCall:
     ) -> None:
         region = log.region
         arguments = tensors_in(args, kwargs) if reason is None else []
-        decision = decision.of_call(fn, arguments)
+        decision = decision.of_call(fn, args, kwargs)
         self.decision, self.storage = decision, storage
         self._region, self.users_hooks = region, region.users_hooks
         self.saved: list[tuple[Slot, Tensor, int]] = []

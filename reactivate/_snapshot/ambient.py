@@ -12,15 +12,12 @@ import torch
 
 from reactivate._backends import accelerator, current_place
 from reactivate._snapshot.kinds import is_of_torch, package_of
+from reactivate._torch.flags import FLAGS, ask, is_any_autocast_enabled, leave_autocast
 from reactivate._torch.modes import (
-    FLAGS,
-    ask,
     dispatch_modes,
     function_modes,
-    is_any_autocast_enabled,
     is_dispatch_mode_active,
     is_function_mode_active,
-    leave_autocast,
     leave_dispatch_modes,
     replace_dispatch_modes,
     replace_function_modes,

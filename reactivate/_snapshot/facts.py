@@ -78,7 +78,7 @@ def find_facts(fn: FunctionType) -> Facts:
     code = fn.__code__
     functions = list(_named_functions(fn, set()))
     scripts = tuple(value for named in functions for value in _named_values(named) if isinstance(value, ScriptFunction))
-    attributes = frozenset[str]().union(*(_attribute_names(named.__code__) for named in functions))
+    attributes = frozenset[str]().union(*(attribute_names(named.__code__) for named in functions))
     names, bindings = _find([fn])
     is_kept = is_importable(fn.__globals__) and _are_for_good(names, bindings)
     awaited = tuple(name for named in functions for name in _imported(named) if name not in sys.modules)
@@ -266,7 +266,7 @@ def _find(functions: Iterable[FunctionType]) -> tuple[Names, Bindings | None]:
     todo = deque((fn, 0) for fn in functions)
     while todo:
         fn, crossings = todo.popleft()
-        if id(fn.__code__) in seen or _is_librarys(fn.__globals__):
+        if id(fn.__code__) in seen or is_librarys(fn.__globals__):
             continue
         seen.add(id(fn.__code__))
         for namespace, name in _reads(fn):
@@ -275,7 +275,7 @@ def _find(functions: Iterable[FunctionType]) -> tuple[Names, Bindings | None]:
             if not (isinstance(value, _FIXED) or _is_librarys_class(value)):
                 if name in namespace or not hasattr(builtins, name):  # perhaps nothing yet
                     names[key] = namespace, name
-            elif not (isinstance(value, ModuleType) and _is_librarys(vars(value))):
+            elif not (isinstance(value, ModuleType) and is_librarys(vars(value))):
                 bound[key] = namespace, name
             for inner in _leads_to(value):
                 if inner.__globals__ is fn.__globals__:
@@ -287,8 +287,8 @@ def _find(functions: Iterable[FunctionType]) -> tuple[Names, Bindings | None]:
 
 def _reads(fn: FunctionType) -> Iterator[tuple[Namespace, str]]:
     """(namespace, name) of what `fn` reads at module level, also from other Python modules of the user's."""
-    todo: list[tuple[Namespace, str]] = [(fn.__globals__, name) for name in _global_names(fn.__code__)]
-    attributes = _attribute_names(fn.__code__)
+    todo: list[tuple[Namespace, str]] = [(fn.__globals__, name) for name in global_names(fn.__code__)]
+    attributes = attribute_names(fn.__code__)
     for module in filter(None, map(sys.modules.get, _imported(fn))):
         todo += names_in_module(module, attributes)
     seen: set[int] = set()
@@ -320,7 +320,7 @@ def _imports(code: CodeType) -> tuple[tuple[str, int], ...]:
 def names_in_module(module: ModuleType, attributes: frozenset[str]) -> Names:
     """Return those of the attributes that a Python module of the user's has."""
     namespace = vars(module)
-    return () if _is_librarys(namespace) else tuple((namespace, name) for name in attributes if name in namespace)
+    return () if is_librarys(namespace) else tuple((namespace, name) for name in attributes if name in namespace)
 
 
 def _leads_to(value: Any) -> Iterable[FunctionType]:
@@ -332,17 +332,17 @@ def _leads_to(value: Any) -> Iterable[FunctionType]:
 
 def _is_users_function(value: Any) -> bool:
     """Return whether no library holds this function: it is the user's, also inside of a library's decorator."""
-    if not isinstance(value, FunctionType) or not _is_librarys(value.__globals__):
+    if not isinstance(value, FunctionType) or not is_librarys(value.__globals__):
         return isinstance(value, FunctionType)
     if value.__closure__ is None:
         return False
     module = sys.modules.get(value.__module__)
-    return module is None or not _is_librarys(vars(module)) or vars(module).get(value.__name__) is not value
+    return module is None or not is_librarys(vars(module)) or vars(module).get(value.__name__) is not value
 
 
 def _named_functions(fn: FunctionType, seen: set[int]) -> Iterator[FunctionType]:
     """`fn` and the functions that it names, itself or through others, but for libraries' own."""
-    if id(fn.__code__) in seen or _is_librarys(fn.__globals__):
+    if id(fn.__code__) in seen or is_librarys(fn.__globals__):
         return
     seen.add(id(fn.__code__))
     yield fn
@@ -357,9 +357,9 @@ def _named_functions(fn: FunctionType, seen: set[int]) -> Iterator[FunctionType]
 def _named_values(fn: FunctionType) -> list[Any]:
     """Return what `fn` names at module level, also as a name in a module of the user's."""
     namespace = fn.__globals__
-    names, attributes = _global_names(fn.__code__), set(fn.__code__.co_names)
+    names, attributes = global_names(fn.__code__), set(fn.__code__.co_names)
     values = [namespace[name] for name in names if name in namespace]
-    for module in [value for value in values if isinstance(value, ModuleType) and not _is_librarys(vars(value))]:
+    for module in [value for value in values if isinstance(value, ModuleType) and not is_librarys(vars(value))]:
         values += [value for name, value in vars(module).items() if name in attributes]
     return values
 
@@ -371,22 +371,24 @@ def _is_librarys_class(value: Any) -> bool:
     return isinstance(value, type) and not is_users_class(value)
 
 
-def _is_librarys(namespace: dict[str, Any]) -> bool:
+def is_librarys(namespace: dict[str, Any]) -> bool:
     """Return whether these are the names of a module that keeps nothing of the user's at module level."""
     name = str(namespace.get("__name__", "")).partition(".")[0]
     return name in ("reactivate", "torch", "numpy") or (name in sys.stdlib_module_names and name != "__main__")
 
 
 @cached
-def _global_names(code: CodeType) -> frozenset[str]:
+def global_names(code: CodeType) -> frozenset[str]:
+    """Return the names at module level that code reads or assigns, with those of functions inside of it."""
     names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "STORE_GLOBAL")}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            names |= _global_names(inner)
+            names |= global_names(inner)
     return frozenset(names)
 
 
 @cached
-def _attribute_names(code: CodeType) -> frozenset[str]:
-    inner = (_attribute_names(item) for item in code.co_consts if isinstance(item, CodeType))
+def attribute_names(code: CodeType) -> frozenset[str]:
+    """Return the names that code asks objects for, among others, with those of functions inside of it."""
+    inner = (attribute_names(item) for item in code.co_consts if isinstance(item, CodeType))
     return frozenset(code.co_names).union(*inner)

@@ -17,7 +17,7 @@ from reactivate._snapshot.iterators import holds_iterator
 from reactivate._snapshot.kinds import behind_proxy
 from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk
 from reactivate._torch.autograd import has_graph
-from reactivate._torch.modes import ask
+from reactivate._torch.flags import ask
 from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
 
 _OF_EVERY_MODULE = frozenset(Module().__dict__)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from reactivate._snapshot.generators import RandomStream, numpy_stream, python_stream, torch_stream
-from reactivate._torch.modes import ask
+from reactivate._torch.flags import ask
 
 _join = b"".join  # copies the bytes of many views in one call
 

@@ -31,7 +31,7 @@ from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.quick_look import QuickLook, others_among
 from reactivate._snapshot.unseen_writes import NamesOfWriters
 from reactivate._torch.autograd import has_graph
-from reactivate._torch.modes import ask
+from reactivate._torch.flags import ask
 from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
 from reactivate._xla.fence import fences
 

@@ -9,6 +9,7 @@ from weakref import ref
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from reactivate._torch.asking import asking
 from reactivate._torch.autograd import base_of, view_again
 from reactivate._torch.modes import STAND_INS, is_aot_tracing, run_unseen, without_function_modes
 from reactivate._torch.ops import flatten, tensors_in, unflatten
@@ -46,6 +47,7 @@ class Aliases(TorchFunctionMode):
         self._made.update((id(tensor), ref(tensor)) for tensor in tensors)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = asking(func, kwargs)
         kwargs = kwargs or {}
         is_about_object = getattr(func, "__name__", "") in _ACCESSORS and func not in _READS
         if is_about_object or is_aot_tracing():

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from reactivate._snapshot.ambient import READERS, AmbientState
-from reactivate._torch.modes import ask
+from reactivate._torch.flags import ask
 from reactivate._types import Call, Guard
 
 

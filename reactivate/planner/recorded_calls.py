@@ -25,6 +25,7 @@ from reactivate._passes.observing import observed_by
 from reactivate._region.accounts import held_by, storages_of
 from reactivate._region.region import Region
 from reactivate._saved_calls.saved_call import Kept
+from reactivate._torch.asking import asking
 from reactivate._torch.autograd import SavedTensor, data_of
 from reactivate._torch.modules import without_reducing
 from reactivate._torch.ops import flatten
@@ -94,6 +95,7 @@ class _UpToBackward(TorchFunctionMode):
         self._is_done = is_done
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = asking(func, kwargs)
         if func in _BACKWARD and self._is_done():
             raise _ForwardDone
         return func(*args, **(kwargs or {}))

@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch
 import reactivate
 from reactivate._backends.base import Backend
 from reactivate._passes.observing import observed_by
-from reactivate._torch import modes as modes_room
-from reactivate._torch.modes import FLAGS, dispatch_modes, function_modes
+from reactivate._torch import flags as flags_room
+from reactivate._torch.flags import FLAGS
+from reactivate._torch.modes import dispatch_modes, function_modes
 from reactivate.guards import DEFAULT
 
 
@@ -90,6 +91,19 @@ def mixed_inside(x: Tensor) -> Tensor:
         return matmuls(x).float()
 
 
+class Doubled(Tensor):
+    """A class of tensors whose sine is doubled."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if func is Tensor.sin else result
+
+
+def of_a_subclass(x: Tensor) -> Tensor:
+    return x.as_subclass(Doubled).sin().as_subclass(Tensor).exp().tanh()
+
+
 def asks_for_the_dtype(x: Tensor) -> Tensor:
     return matmuls(x * torch.finfo(torch.get_autocast_dtype("cpu")).max ** 0.01)
 
@@ -106,6 +120,7 @@ SETTINGS: list[tuple[str, Callable[[], AbstractContextManager[Any]], Callable[[T
     ("autocast dtype", lambda: autocast_dtype(torch.float16), mixed_inside),
     ("float32 matmul", lambda: float32_matmul("high"), asks_for_the_precision),
     ("default dtype", lambda: default_dtype(torch.float64), elementwise),
+    ("functions of subclasses", torch._C.DisableTorchFunctionSubclass, of_a_subclass),
     ("function mode", SinIsCos, elementwise),
     ("function mode that doubles everything", AllDoubled, elementwise),
     ("dispatch mode", ExpIsSquare, elementwise),
@@ -205,7 +220,7 @@ def test_a_stale_cast_weight_is_not_used() -> None:
 
 def test_every_flag_is_restored_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each flag changed between forward and backward: the recomputation sees the old value, then the new one is back."""
-    monkeypatch.setattr(modes_room, "_set_attention_order", lambda: True)  # as on a device that is initialized
+    monkeypatch.setattr(flags_room, "_set_attention_order", lambda: True)  # as on a device that is initialized
     for flag in FLAGS:
         before = flag.read()
         other = _another(flag.name, before)
@@ -232,7 +247,9 @@ def _another(name: str, value: Any) -> Any:
         return {"highest": "high"}.get(value, "ieee" if value != "ieee" else "tf32")
     if isinstance(value, tuple):
         return tuple(not item for item in value)
-    return list(reversed(value))
+    if isinstance(value, list):
+        return value[::-1]
+    return next(other for other in type(value).__members__.values() if other != value)
 
 
 def test_grad_mode_inside_is_the_functions_own() -> None:
@@ -382,8 +399,8 @@ def test_all_settings_are_put_back_where_no_backward_does_it(setting: Any, aroun
 def test_the_order_of_attention_before_torch_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device torch sets it in the first attention of the process: an order from before is none to go back to."""
     is_set = iter((False, False, True))
-    monkeypatch.setattr(modes_room, "_set_attention_order", lambda: next(is_set))
-    flag, order = modes_room._attention_order(), torch._C._get_sdp_priority_order()
+    monkeypatch.setattr(flags_room, "_set_attention_order", lambda: next(is_set))
+    flag, order = flags_room._attention_order(), torch._C._get_sdp_priority_order()
     other = order[::-1]
     try:
         before = flag.read()

@@ -14,10 +14,12 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar, copy_context
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -301,6 +303,49 @@ def function_modes_are_read_and_replaced() -> None:
         assert not room.is_function_mode_active()
         room.replace_function_modes((mode,))
     assert room.function_modes() == ()
+
+
+@needs("asking", "is_torchs_function", "IN_C")
+def the_function_that_asks_is_known() -> None:
+    asked: list[Any] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(room.asking(func, kwargs))
+            return func(*args, **(kwargs or {}))
+
+    functional = nn.functional
+    silu, x = functional.silu, torch.ones(2)
+    with (
+        mock.patch.object(functional, "silu", lambda x, **kwargs: silu(x)),
+        mock.patch.object(Tensor, "sin", lambda x: x.cos()),
+    ):
+        with Mode():
+            functional.silu(x), functional.max_pool1d(x[None], 1), functional.gelu(x), x.split(1), x**2, torch.sin(x)
+        mine = functional.silu
+    assert not {mine, Tensor.sin} & set(asked)
+    assert {silu, functional.max_pool1d, functional.gelu, Tensor.split, Tensor.__pow__, torch.sin} <= set(asked)
+    assert room.is_torchs_function(silu) and not room.is_torchs_function(mine)
+    assert {type(torch.sin), type(Tensor.sin), type(Tensor.grad.__get__)} <= room.IN_C
+
+
+@needs("show_inside")
+def a_mode_is_shown_what_a_function_of_torchs_calls() -> None:
+    seen: list[Any] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            is_whole = func is nn.functional.multi_head_attention_forward
+            return room.show_inside(self, func, args, kwargs or {}) if is_whole else func(*args, **(kwargs or {}))
+
+    attention, x = nn.MultiheadAttention(4, 2), torch.ones(3, 1, 4)
+    for around in (nullcontext, FunctionMode):
+        seen.clear()
+        with around() as mode, Mode():
+            found, _ = attention(x, x, x, need_weights=False)
+            assert room.function_modes()[-1] is not mode
+        assert nn.functional.linear in seen and torch.equal(found, attention(x, x, x, need_weights=False)[0])
 
 
 @needs("is_dispatch_mode_active", "dispatch_modes", "leave_dispatch_modes", "replace_dispatch_modes")

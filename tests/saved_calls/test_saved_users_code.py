@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from state_programs import Program, Wrap, backward, check_program
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import reactivate
 from reactivate import policies
@@ -54,15 +57,89 @@ def count(model: Model) -> Tensor:
 Act = Callable[[Model], Tensor]
 
 
-def subclass(model: Model, act: Act) -> None:
+def weight_of(model: Model, act: Act) -> type[Tensor]:
     class Weight(Tensor):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = super().__torch_function__(func, types, args, kwargs or {})
             return result.as_subclass(Tensor) + act(model) if func in (F.linear, F.conv1d) else result
 
+    return Weight
+
+
+def subclass(model: Model, act: Act) -> None:
+    kind = weight_of(model, act)
     for module in (model.first, model.conv):
-        module.weight = nn.Parameter(module.weight.detach().as_subclass(Weight))
+        module.weight = nn.Parameter(module.weight.detach().as_subclass(kind))
+
+
+def no_parameters(model: Model, act: Act) -> None:
+    kind = weight_of(model, act)
+    weights = [module.weight.detach().as_subclass(kind).requires_grad_() for module in (model.first, model.conv)]
+    del model.first.weight, model.conv.weight
+    model.first.register_buffer("weight", weights[0])
+    model.conv.weight = weights[1]  # an attribute
+
+
+class InWrapper(Tensor):
+    """A tensor of the user's inside of a wrapper of torch's."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, act: Callable[[], Tensor]) -> InWrapper:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, inner.stride(), dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor, act: Callable[[], Tensor]) -> None:
+        self.inner, self.act = inner, act
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = next(item for item in tree_leaves((args, kwargs)) if isinstance(item, cls))
+        plainly = lambda item: item.inner if isinstance(item, cls) else item  # noqa: E731
+        result = func(*tree_map(plainly, args), **tree_map(plainly, kwargs or {}))
+        if func in (torch.ops.aten.addmm.default, torch.ops.aten.convolution.default):
+            result = result + found.act()
+        return tree_map_only(Tensor, lambda item: cls(item, found.act), result)
+
+
+def in_wrapper(model: Model, act: Act) -> None:
+    for module in (model.first, model.conv):
+        weight = module.weight.detach()
+        both = TwoTensor(weight, InWrapper(weight, partial(act, model)))
+        module.weight = nn.Parameter(both)
+
+
+class Duck:
+    """An object that torch's functions take for a tensor, and is none."""
+
+    def __init__(self, weight: Tensor, act: Callable[[], Tensor]) -> None:
+        self.weight, self.act = weight, act
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        x, self, *rest = args
+        return func(x, self.weight, *rest, **(kwargs or {})) + self.act()
+
+
+def duck(model: Model, act: Act) -> None:
+    for module in (model.first, model.conv):
+        weight = module.weight
+        del module.weight
+        module.weight = Duck(weight, partial(act, model))
+
+
+class Proxy:
+    """An object in the place of a module: its weight is asked for with an effect."""
+
+    def __init__(self, module: nn.Module, act: Callable[[], Tensor]) -> None:
+        self.module, self.act, self.bias = module, act, module.bias
+
+    @property
+    def weight(self) -> Tensor:
+        return self.module.weight + self.act()
+
+
+def proxy(model: Model, act: Act) -> None:
+    model.first.forward = MethodType(nn.Linear.forward, Proxy(model.first, partial(act, model)))
 
 
 def forwards(model: Model, act: Act) -> None:
@@ -97,7 +174,11 @@ def dispatch_mode(model: Model, act: Act) -> AbstractContextManager[Any]:
 
 WAYS: dict[str, Callable[[Model, Act], AbstractContextManager[Any] | None]] = {
     "subclass": subclass,
+    "no parameters": no_parameters,
+    "in a wrapper": in_wrapper,
+    "duck": duck,
     "forwards": forwards,
+    "proxy": proxy,
     "function mode": function_mode,
     "dispatch mode": dispatch_mode,
 }

@@ -20,7 +20,7 @@ from reactivate._snapshot.kinds import is_users_class, slots_of
 from reactivate._snapshot.region_calls import RegionCall, is_of_call
 from reactivate._snapshot.tensor_states import TensorStates
 from reactivate._snapshot.trees import _leads_nowhere
-from reactivate._torch.modes import ask
+from reactivate._torch.flags import ask
 from reactivate.guards.ambient import Ambient
 
 PROGRAMS = Programs()

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._inspect.fake import has_no_memory
+from reactivate._torch.asking import asking
 from reactivate._torch.modes import NEEDS_NUMBERS, FakeTensor, device_of, lacks_values
 from reactivate._torch.ops import DEVICE_QUERY, leaves_at_op, returns_arguments
 from reactivate.planner.trace.value_names import ValueNames
@@ -137,6 +138,7 @@ class _ReadMode(_Mode, TorchFunctionMode):
     """Sees what Python reads of tensors without an op: lists and arrays."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = asking(func, kwargs)
         result = func(*args, **(kwargs or {}))
         if func is Tensor.tolist:
             _read_one_by_one(args[0])
@@ -150,6 +152,7 @@ class _ArrayMode(_Mode, TorchFunctionMode):
     """Gives arrays to what reads them outside of recomputations, which torch runs without function modes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = asking(func, kwargs)
         if func in _ARRAYS and has_no_memory(args[0]):
             found = self._answers.answer(self._names.call(func, args, kwargs or {}))
             if found is not None:

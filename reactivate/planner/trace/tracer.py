@@ -28,7 +28,7 @@ from reactivate._passes.observing import observed_by
 from reactivate._region.accounts import copied_inputs, held_by_guards, put_aside, storages_of
 from reactivate._region.naming import name_of as name_of_region
 from reactivate._region.region import Region
-from reactivate._saved_calls.log import opened
+from reactivate._torch.asking import asking, show_inside
 from reactivate._torch.autograd import current_node_number, next_node_number
 from reactivate._torch.modes import FakeTensor, device_of, is_dispatch_mode_active
 from reactivate._torch.modules import are_made_of_tensors, layouts_unseen
@@ -391,8 +391,8 @@ class _Functions(TorchFunctionMode):
         self._called = called
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = asking(func, kwargs)
         self._called(name_of(func))
         if func is multi_head_attention_forward:  # written in Python: what it calls counts
-            with self:
-                return opened(func)(*args, **(kwargs or {}))
+            return show_inside(self, func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
