@@ -219,9 +219,10 @@ def make_menus(
         table: has the plain step, and what it holds where every unit is recomputed.
         record: returns the calls of units, given the functions that these call.
     """
-    firsts: dict[object, str] = {}
+    firsts: dict[object, str] = {}  # of those that can be recomputed
     for path, unit in units.items():
-        firsts.setdefault(block_class(unit), path)
+        if table.allows(path, FULL):
+            firsts.setdefault(block_class(unit), path)
     fixed = {path: list_candidates(unit, frozenset(functions[path])) for path, unit in units.items()}
     calls = record({path: functions[path] for path in firsts.values()})
     added: dict[object, dict[Candidate, SavedCosts]] = {}
@@ -232,9 +233,9 @@ def make_menus(
     found = {}
     for path, unit in units.items():
         kind = block_class(unit)
-        own = calls.get(firsts[kind], ())
-        left = (item for item in fixed[path] if not (_saves_calls(item) and _is_beaten(item, own, added[kind])))
-        found[path] = (*left, *added[kind])
+        own, by_value = calls.get(firsts.get(kind, path), ()), added.get(kind, {})
+        left = (item for item in fixed[path] if not (_saves_calls(item) and _is_beaten(item, own, by_value)))
+        found[path] = (*left, *by_value)
     return found
 
 

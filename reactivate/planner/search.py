@@ -341,14 +341,14 @@ def storage_menus(offer: Offer, menus: Menus, table: CandidateTable, attempt: At
     """
     more = {path: moving(menu, offer.name) for path, menu in menus.items()}
     failed: set[tuple[str, Candidate]] = set()
-    rounds = [candidates for candidates in plan_rounds(more, table) if candidates]
-    for number, candidates in enumerate(rounds, start=1):
-        tell(f"policies with {offer.name}, simulated: {number} of {len(rounds)}")
-        trace, summary = attempt(candidates)
-        if trace.failures:
-            failed |= set(candidates.items())
-        table.enter(summary, candidates)
-        offer.sizes.update(in_pages(move.nbytes) for move in trace.moves if move.what == "taken")
+    while rounds := plan_rounds(more, table):
+        for number, candidates in enumerate(rounds, start=1):
+            tell(f"policies with {offer.name}, simulated: {number} of {len(rounds)}")
+            trace, summary = attempt(candidates)
+            if trace.failures:
+                failed |= set(candidates.items())
+            table.enter(summary, candidates)
+            offer.sizes.update(in_pages(move.nbytes) for move in trace.moves if move.what == "taken")
     if offer.residence is not None and any(more.values()):
         _check_sizes(offer, offer.residence.least_bytes)
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from torch.nn import Module
 
+from reactivate._text.warnings import warn
 from reactivate.planner.candidates import FULL, KEEP, Candidate
 from reactivate.planner.cost.overhead import Overhead
 from reactivate.planner.offload import Offer
@@ -24,6 +25,12 @@ from reactivate.planner.solve import Chain, Option, Span
 from reactivate.planner.trace.records import Trace
 
 REPEATED = 4  # equal blocks that are many
+
+_OTHER_CALLS = (
+    "plan: the step called other blocks when it ran again, so nothing is known of some ways to recompute them: the plan is "
+    "slower than it could be, or there is none. A step must call the same blocks each time: let nothing in it depend on "
+    "files, clocks or random numbers from outside of Python."
+)
 
 
 @dataclass(frozen=True)
@@ -159,10 +166,13 @@ class CandidateTable:
             path: (block_class(unit), plain.treated.count(path), path in refused) for path, unit in units.items()
         }
         self._changes: dict[tuple[object, str], CallSummary] = {}  # by a path or a class, and the candidate's name
+        self._tried: set[tuple[str, str]] = set()  # by the path and the candidate's name
 
     def enter(self, summary: TraceSummary, candidates: Mapping[str, Candidate]) -> None:
         """Take in a step in which units had these candidates."""
+        self._tried |= {(path, item.name) for path, item in candidates.items()}
         if summary.paths != self.plain.paths:
+            warn(_OTHER_CALLS)
             return
         for path in dict.fromkeys(self.plain.treated):
             if path is not None and path in candidates and self.allows(path, candidates[path]):
@@ -216,19 +226,25 @@ class CandidateTable:
         blocks: list[tuple[Option, ...]] = []
         for index, (path, plain) in enumerate(zip(self.plain.treated, self.plain.calls)):
             more = corrections.get(2 * index + 1, 0)
-            tried = {} if path is None else self._tried(path, menus[path])
+            known = {} if path is None else self._known(path, menus[path])
             if path is None or path in seen:  # decided where it is called first, which holds for all calls
-                most = max((0, *(change.need_bytes for change in tried.values())))
+                most = max((0, *(change.need_bytes for change in known.values())))
                 blocks.append((Option(KEEP.name, 0.0, plain.held_bytes, plain.need_bytes + most + more),))
                 continue
             seen.add(path)
-            blocks.append(tuple(self._option(plain, item, change, more, offer) for item, change in tried.items()))
+            blocks.append(tuple(self._option(plain, item, change, more, offer) for item, change in known.items()))
         outside = [size + corrections.get(2 * index, 0) for index, size in enumerate(self.plain.outside_bytes)]
         if offer is None:
-            return Chain(tuple(blocks), tuple(outside), spans=tuple(self.spans))
+            spans = tuple(span for span in self.spans if self._allows_span(span, menus))
+            return Chain(tuple(blocks), tuple(outside), spans=spans)
         return Chain(tuple(blocks), tuple(outside), offer.limit_bytes, offer.in_flight)
 
-    def _tried(self, path: str, menu: Sequence[Candidate]) -> dict[Candidate, CallSummary]:
+    def _allows_span(self, span: Span, menus: Mapping[str, Sequence[Candidate]]) -> bool:
+        """Return whether no region of a span is refused, as far as that is known by now."""
+        first = span.options[0]
+        return all(self.allows(first.span, item) for item in menus[first.span] if item.name == first.name)
+
+    def _known(self, path: str, menu: Sequence[Candidate]) -> dict[Candidate, CallSummary]:
         """Return the candidates of a unit that a plan may have, with what differs from the plain step."""
         changes = {item: self.change(path, item) for item in menu}
         return {item: change for item, change in changes.items() if change is not None}
@@ -265,9 +281,17 @@ class CandidateTable:
             is_shared = len(members) >= REPEATED or len(figures) == 1
             yield from [members] if is_shared else [[member] for member in members]
 
+    def left_to_try(self, paths: Sequence[str], candidate: Candidate) -> list[str]:
+        """List the units, of some that share what is found, that can try a candidate of which nothing is known."""
+        if candidate == KEEP or any((path, candidate.name) in self._changes for path in paths):
+            return []
+        return [path for path in paths if self.allows(path, candidate) and (path, candidate.name) not in self._tried]
+
 
 def plan_rounds(menus: Mapping[str, Sequence[Candidate]], table: CandidateTable) -> list[dict[str, Candidate]]:
-    """List the steps to trace, beside that in which every unit is recomputed: a candidate for each unit in each.
+    """List the steps to trace: a candidate for each unit in each. Empty once all that can be tried are known.
+
+    A step may tell that a unit cannot be recomputed in this way. Then an equal unit that can has to try it: call it again.
 
     Args:
         menus: the candidates of each unit; `KEEP` needs no step.
@@ -275,9 +299,12 @@ def plan_rounds(menus: Mapping[str, Sequence[Candidate]], table: CandidateTable)
     """
     rounds: list[dict[str, Candidate]] = []
     for group in table.groups():
-        tries = [item for item in menus[group[0]] if item not in (KEEP, FULL) and table.allows(group[0], item)]
-        for number, start in enumerate(range(0, len(tries), len(group))):
-            if number == len(rounds):
+        for candidate in dict.fromkeys(item for path in group for item in menus[path]):
+            able = table.left_to_try([path for path in group if candidate in menus[path]], candidate)
+            if not able:
+                continue
+            if all(path in tried for tried in rounds for path in able):
                 rounds.append({})
-            rounds[number].update(zip(group, tries[start : start + len(group)]))
+            tried = next(tried for tried in rounds if not tried.keys() >= set(able))
+            tried[next(path for path in able if path not in tried)] = candidate
     return rounds
