@@ -143,6 +143,11 @@ def moving(candidates: Iterable[Candidate], storage: str) -> tuple[Candidate, ..
     return tuple(found)
 
 
+def without_refused(candidates: Mapping[str, Candidate], refused: Collection[str]) -> dict[str, Candidate]:
+    """Return the candidates of units, by path, that have no refused region."""
+    return {path: item for path, item in candidates.items() if item.regions(path).isdisjoint(refused)}
+
+
 def _saving(unit: Module, ops: frozenset[str]) -> list[Candidate]:
     """The unit is recomputed, some of its calls are saved: those that compute much for each byte of their results."""
     work = {path: _work_of(module) for path, module in unit.named_modules() if isinstance(module, _PRODUCTS)}

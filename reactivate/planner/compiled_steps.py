@@ -23,7 +23,8 @@ from reactivate._region.accounts import is_shortage
 from reactivate._text.warnings import warn
 from reactivate._torch.dynamo import called_through, has_budgets_in_graphs, own_call_of, with_many_graphs
 from reactivate._torch.ops import flatten
-from reactivate.planner.candidates import FULL, KEEP, SHARES, Assignment, Candidate
+from reactivate.errors import MutationError, RecomputeMismatchError
+from reactivate.planner.candidates import FULL, KEEP, SHARES, Assignment, Candidate, without_refused
 from reactivate.planner.compiled import Call, CompiledModules
 from reactivate.planner.cost.stretches import Stretch, marked
 from reactivate.planner.progress import Tell
@@ -33,6 +34,7 @@ from reactivate.planner.target import Target
 from reactivate.planner.trace.data_scope import DataMargin
 from reactivate.planner.trace.positions import UnitPosition, is_in_backward
 from reactivate.planner.trace.records import Allocation, Op, Origin, Trace, UnitCall
+from reactivate.planner.trace.refused import RefusedRegions
 
 TIMED = 5  # steps of each policy, of which the least time counts
 _MOST_GRAPHS = 256
@@ -55,10 +57,13 @@ class CompiledSteps:
 
     Args:
         step, target, units: what runs, where, and the model's units by their paths.
+        refused: the paths of the regions that cannot be recomputed; those that are found here are added to it.
     """
 
-    def __init__(self, step: TrainingStep, target: Target, units: Mapping[str, Module], tell: Tell) -> None:
-        self._step, self._target, self._units, self._tell = step, target, units, tell
+    def __init__(
+        self, step: TrainingStep, target: Target, units: Mapping[str, Module], tell: Tell, refused: set[str]
+    ) -> None:
+        self._step, self._target, self._units, self._tell, self._refused = step, target, units, tell, refused
         self._modules = CompiledModules(step.model, BLOCKS)
         self._tried: dict[object, bool] = {}
         self._kinds = {path: block_class(unit) for path, unit in units.items()}
@@ -77,6 +82,8 @@ class CompiledSteps:
         unit = self._units[path]
         if not self._modules.has(unit):
             return None
+        if path in self._refused:  # nor can the compiler recompute what it is given
+            return (KEEP,)
         return (KEEP, FULL, *(SHARES if self._may_share(path, unit) else ()))
 
     def _may_share(self, path: str, unit: Module) -> bool:
@@ -115,11 +122,14 @@ class CompiledSteps:
 
     def run(self, candidates: Mapping[str, Candidate]) -> Trace:
         """Return the step with candidates for some units, by path: it is compiled, and runs for real."""
-        with self._applied(candidates):
+        known = frozenset(self._refused)
+        with self._applied(candidates) as allowed:
             memory = self._watch(takes_memory=True)
-            is_known = all((self._kinds.get(path), item.name) in self._seconds for path, item in candidates.items())
-            seconds = self._known(memory, candidates) if is_known else _least(self._watch() for _ in range(TIMED))
-        return _traced(memory, seconds)
+            is_known = all((self._kinds.get(path), item.name) in self._seconds for path, item in allowed.items())
+            seconds = self._known(memory, allowed) if is_known else _least(self._watch() for _ in range(TIMED))
+        found = _traced(memory, seconds)
+        found.failures += [f"{path} is refused" for path in sorted(self._refused - known)]
+        return found
 
     def time(self, menus: Mapping[str, Sequence[Candidate]]) -> None:
         """Find out what each candidate takes: of all equal blocks at once, since a difference of one is lost in the noise.
@@ -135,7 +145,7 @@ class CompiledSteps:
                 with self._applied(candidates, is_first=turn == 0):
                     found[number].append(self._watch())
         for candidates, runs in zip(policies, found, strict=True):
-            self._take(candidates, runs[0], _least(runs))
+            self._take(self._allowed(candidates), runs[0], _least(runs))
         self._between = {place: seconds for place, seconds in _least(found[0]).items() if not place.position % 2}
 
     def _take(self, candidates: Mapping[str, Candidate], run: _WatchedRun, seconds: Mapping[Place, float]) -> None:
@@ -143,7 +153,7 @@ class CompiledSteps:
         passes: dict[tuple[object, str], list[tuple[float, float]]] = {}
         for place, path in run.units():
             both = seconds.get(place, 0.0), seconds.get(place._replace(is_backward=True), 0.0)
-            passes.setdefault((self._kinds[path], candidates[path].name), []).append(both)
+            passes.setdefault((self._kinds[path], candidates.get(path, KEEP).name), []).append(both)
         for key, times in passes.items():
             forward, backward = (sum(parts) / len(times) for parts in zip(*times))
             self._seconds[key] = forward, backward
@@ -156,13 +166,39 @@ class CompiledSteps:
         return seconds
 
     @contextmanager
-    def _applied(self, candidates: Mapping[str, Candidate], *, is_first: bool = True) -> Iterator[None]:
-        """Apply candidates inside of the context. The first time, the step runs: then what it runs is compiled."""
-        with apply(self._step.model, Assignment(candidates)), with_many_graphs(_MOST_GRAPHS):
-            if is_first:
-                with self._modules.running():
-                    self._step.run_for_real()
-            yield
+    def _applied(self, candidates: Mapping[str, Candidate], *, is_first: bool = True) -> Iterator[dict[str, Candidate]]:
+        """Apply the candidates without a refused region inside of the context, and yield them.
+
+        The first time, the step runs until no region is refused that was not before: then what it runs is compiled.
+        """
+        while is_first and self._refuses(self._allowed(candidates)):
+            pass
+        allowed = self._allowed(candidates)
+        with apply(self._step.model, Assignment(allowed)), with_many_graphs(_MOST_GRAPHS):
+            yield allowed
+
+    def _refuses(self, candidates: Mapping[str, Candidate]) -> bool:
+        """Run the step compiled, and return whether one of its regions is refused, which is then known."""
+        policy, seen = Assignment(candidates), RefusedRegions()
+        try:
+            with (
+                apply(self._step.model, policy),
+                with_many_graphs(_MOST_GRAPHS),
+                self._modules.running(),
+                observed_by(seen),
+            ):
+                self._step.run_for_real()
+        except (MutationError, RecomputeMismatchError) as error:
+            if isinstance(error, MutationError):
+                seen.end()
+            if seen.paths.isdisjoint(policy.regions):
+                raise
+        refused = seen.paths.intersection(policy.regions)
+        self._refused |= refused
+        return bool(refused)
+
+    def _allowed(self, candidates: Mapping[str, Candidate]) -> dict[str, Candidate]:
+        return without_refused(candidates, self._refused)
 
     def _watch(self, *, takes_memory: bool = False) -> _WatchedRun:
         found: list[_WatchedRun] = []

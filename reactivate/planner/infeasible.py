@@ -101,6 +101,17 @@ def about_written(paths: Sequence[str]) -> str:
     )
 
 
+def refused_later(paths: Sequence[str], budget: str) -> str:
+    """Say that a plan recomputes blocks which a later step writes to, and how to get a plan that does not."""
+    names = ", ".join(f"`{path or THE_MODEL}`" for path in paths)
+    return (
+        f"measure: this plan recomputes {names}, and in steps after the planned one, what is given to that is written to in "
+        "place, by itself or by code behind it, so that nothing is left to recompute it from. Training with this plan would "
+        f"raise an error, too. Take plan.at({budget!r}): it keeps that from now on. Or use the out-of-place op (a module's "
+        "`inplace=False`)."
+    )
+
+
 def _which(paths: Sequence[str], one: str, several: str) -> str:
     """Return which blocks these are, with the verb for so many."""
     if len(paths) == 1:

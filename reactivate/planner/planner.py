@@ -19,7 +19,7 @@ from reactivate._types import Storage
 from reactivate.errors import PlanInfeasible, UsageError
 from reactivate.planner.budget import Budget, parse
 from reactivate.planner.call_values import make_menus
-from reactivate.planner.candidates import FULL, KEEP, Assignment, Candidate, list_candidates
+from reactivate.planner.candidates import FULL, KEEP, Assignment, Candidate, list_candidates, without_refused
 from reactivate.planner.compiled_steps import CompiledSteps
 from reactivate.planner.containers import with_containers
 from reactivate.planner.contents import Circumstances, Decision, Point, Proof, StorageUse
@@ -166,14 +166,14 @@ class Planner:
             return compiled
         policy = Assignment({} if self._fits(plain, available) else dict.fromkeys(self.units, FULL))
         costs = self.profile.costs
-        if policy.candidates and not self._fits(self._simulator.run(policy.candidates, costs), available):
+        if policy.candidates and not self._fits(self._least(costs), available):
             warn(
                 f"plan: not even with everything recomputed does this step seem to fit in the {in_words(available)} that "
                 "are free here, so nothing is measured: the plan is predicted, as for a device that is not here."
             )
             self.profile = replace(self.profile, is_predicted=True)
             return plain
-        with apply(self.step.model, Assignment(self._simulator.allowed(policy.candidates))):
+        with apply(self.step.model, Assignment(without_refused(policy.candidates, self._simulator.refused))):
             measured = measure_step(self.step, self.target, self._tell)
         self.profile = replace(self.profile, costs=measured.costs, uncertainty=measured.uncertainty)
         priced = measured.costs.priced(plain, costs) if isinstance(costs, RooflineCosts) else None
@@ -191,14 +191,19 @@ class Planner:
                 "plan is proved by the compiled one."
             )
             return None
+        self._least(self.profile.costs)
         self._tell("the plain step, its blocks compiled")
-        self._compiled = CompiledSteps(self.step, self.target, self.units, self._tell)
+        self._compiled = CompiledSteps(self.step, self.target, self.units, self._tell, self._simulator.refused)
         self._overhead = Overhead(0.0, 0.0, 0.0, 0.0)  # it is in what is measured
         self.menus = self._list_menus()
         self._compiled.time(self.menus)
         found = self._compiled.run({})
         self.plain_seconds = found.seconds
         return found
+
+    def _least(self, costs: Costs) -> Trace:
+        """Return the step with everything recomputed, and find the units that cannot be, there and in the step after it."""
+        return self._simulator.run(dict.fromkeys(self.units, FULL), costs, looks_on=True)
 
     def _fits(self, trace: Trace, available_bytes: int) -> bool:
         """Return whether a step fits on every rank: either all of them run it, or none."""
@@ -236,15 +241,16 @@ class Planner:
     def tabulate(self) -> Planner:
         """Find that out, once the plain step is known."""
         least = dict.fromkeys(self.units, FULL)  # what that needs is known exactly
-        summary = self.attempt(least)[1]  # and which units cannot be recomputed
+        trace = self._least(self.profile.costs) if self._compiled is None else self._compiled.run(least)
+        summary = self._summarize(trace, least)
         self.table = CandidateTable(self.plain_summary, self.units, self._simulator.refused)
         self.table.enter(summary, least)
         self.menus = self._ranks.gather(self._list_menus())[0]  # times differ by rank
-        rounds = plan_rounds(self.menus, self.table)
-        for number, candidates in enumerate(rounds, start=1):
-            way = "simulated" if self._compiled is None else "compiled"
-            self._tell(f"policies, {way}: {number} of {len(rounds)}")
-            self.table.enter(self.attempt(candidates)[1], candidates)
+        while rounds := plan_rounds(self.menus, self.table):
+            for number, candidates in enumerate(rounds, start=1):
+                way = "simulated" if self._compiled is None else "compiled"
+                self._tell(f"policies, {way}: {number} of {len(rounds)}")
+                self.table.enter(self.attempt(candidates)[1], candidates)
         self.all_menus = with_containers(self.step.model, self.menus, self.table, self.attempt)
         self.search = Search(self.table, self.all_menus, self.attempt, self.plain_seconds)
         return self
@@ -374,7 +380,13 @@ class Planner:
             live=self._storages,
             uncertainty=self.profile.uncertainty,
             runner=StepRunner(
-                self.step, self.target, self.profile.costs, not self._ranks.is_alone, self.plan, self.smallest_bytes
+                self.step,
+                self.target,
+                self.profile.costs,
+                not self._ranks.is_alone,
+                self.plan,
+                self.smallest_bytes,
+                self._simulator.refused,
             ),
         )
 

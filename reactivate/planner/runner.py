@@ -14,18 +14,20 @@ from torch.nn import Module
 from reactivate._model.apply import apply, paused
 from reactivate._region.accounts import in_words
 from reactivate._region.due import uncounted
-from reactivate._types import Policy
-from reactivate.errors import UsageError
+from reactivate.errors import MutationError, UsageError
 from reactivate.planner.budget import Budget
+from reactivate.planner.candidates import Assignment
 from reactivate.planner.compiled import CompiledModules, check_compiled, uncompiled
 from reactivate.planner.contents import PlanContents
 from reactivate.planner.cost.measured import time_call
 from reactivate.planner.cost.memory import fixed_memory
 from reactivate.planner.cost.stretches import measured_peak
+from reactivate.planner.infeasible import refused_later
 from reactivate.planner.progress import older_objects_left_out
 from reactivate.planner.step import BLOCKS, Beginning, TrainingStep
 from reactivate.planner.target import Target
 from reactivate.planner.trace.records import Costs
+from reactivate.planner.trace.refused import refused_in
 from reactivate.planner.trace.tracer import traced
 from reactivate.planner.watches import CallWatch, PeakWatch
 
@@ -41,6 +43,7 @@ class StepRunner:
         is_shared: whether several ranks plan together: each must come to `replan` and `least_bytes` with the others.
         plan: returns the plan for another budget.
         smallest_bytes: returns the least budget for which there is a plan.
+        refused: the paths of the regions that cannot be recomputed; no further plan has one of these.
     """
 
     step: TrainingStep
@@ -49,6 +52,7 @@ class StepRunner:
     is_shared: bool
     plan: Callable[[Budget | None], Any]
     smallest_bytes: Callable[[], int]
+    refused: set[str]
 
     def replan(self, budget: Budget | None) -> Any:
         """Return the plan for another budget."""
@@ -70,7 +74,7 @@ class StepRunner:
                     torch.compiler.reset()  # so that what was tried does not count against what the user compiles
 
     @uncounted()
-    def measure(self, plan: PlanContents, policy: Policy, *, compiled: bool | str = False) -> Measurement:
+    def measure(self, plan: PlanContents, policy: Assignment, *, compiled: bool | str = False) -> Measurement:
         """Run the step with the policy of `plan`, maybe compiled: to warm up, for its peak, then for its time."""
         if not self.target.is_here:
             raise UsageError(
@@ -83,7 +87,11 @@ class StepRunner:
         with paused(step.model), apply(step.model, policy), self._running(compiled):
             step.run_for_real()
             step.run_for_real(watch=lambda run: peaks.append(measured_peak(run, device)))
-            step.run_for_real(_TIMED, watch=lambda run: seconds.append(time_call(run, device)))
+            try:
+                step.run_for_real(_TIMED, watch=lambda run: seconds.append(time_call(run, device)))
+            except MutationError as error:  # of a step that comes after the planned one
+                self._note_refused(plan, policy, error)
+                raise
         return Measurement(
             plan.budget_bytes,
             plan.predicted.peak_bytes,
@@ -95,6 +103,17 @@ class StepRunner:
             plan.predicted.reserved_bytes,
             is_compiled=bool(compiled),
         )
+
+    def _note_refused(self, plan: PlanContents, policy: Assignment, error: MutationError) -> None:
+        """Let no further plan recompute what a later step refuses, and say so. Nothing if the error is not about that."""
+
+        def run_on() -> None:
+            self.step.run_for_real(_TIMED)
+
+        refused = refused_in(run_on).intersection(policy.regions)
+        if refused:
+            self.refused.update(refused)
+            raise MutationError(refused_later(sorted(refused), plan.budget)) from error
 
     def _running(self, compiled: bool | str) -> AbstractContextManager[Any]:
         """Return a context in which the step runs compiled, or as it is."""

@@ -25,7 +25,7 @@ from reactivate._torch.modules import is_sharded
 from reactivate._types import Storage
 from reactivate.errors import MutationError, UnsupportedError, UsageError
 from reactivate.planner.call_values import RecordedCall
-from reactivate.planner.candidates import FULL, Assignment, Candidate
+from reactivate.planner.candidates import FULL, Assignment, Candidate, without_refused
 from reactivate.planner.cost.measured import time_call
 from reactivate.planner.distributed import Ranks
 from reactivate.planner.progress import Tell
@@ -35,6 +35,7 @@ from reactivate.planner.target import RESERVE, Target, available_bytes, is_alone
 from reactivate.planner.trace.answers import RealAnswers
 from reactivate.planner.trace.data_scope import DataMargin
 from reactivate.planner.trace.records import Costs, Trace
+from reactivate.planner.trace.refused import refused_in
 from reactivate.planner.trace.tracer import traced
 from reactivate.storage.rehearsal import Rehearsal
 
@@ -73,6 +74,7 @@ def simulate(
     count_functions: bool = False,
     rehearsal: Rehearsal | None = None,
     watch: Watch | None = None,
+    looks_on: bool = False,
 ) -> Trace:
     """Run `step` once with `policy` applied to its model, and trace its memory; up to where one of its regions is refused.
 
@@ -84,14 +86,18 @@ def simulate(
         count_functions: whether to count the calls of torch's functions, and to find where sizes depend on data.
         rehearsal: of the storage that the policy uses.
         watch: called after each op with the bytes that are alive; it may raise.
+        looks_on: whether to run the step that follows, too, for the regions that are refused there.
     """
     options: dict[str, Any] = {"count_functions": count_functions, "rehearsal": rehearsal, "watch": watch}
     options |= {"model": step.model, "answers": None if is_real else answers}
     on = on_tensors(step, None if is_real else device, answers)
     try:
-        with apply(step.model, policy), on as (run, known), traced(units, known, costs, **options) as trace:
-            trace.is_real = is_real
-            run()
+        with apply(step.model, policy), on as (run, known):
+            with traced(units, known, costs, **options) as trace:
+                trace.is_real = is_real
+                run()
+            if looks_on:  # each trace begins with the state that the first one does
+                trace.refused |= refused_in(run)
     except MutationError:
         if trace.refused.isdisjoint(policy.regions):
             raise
@@ -146,10 +152,15 @@ class Simulator:
         return not self._never_real and (self._target.is_here or is_alone())
 
     def run(
-        self, candidates: Mapping[str, Candidate], costs: Costs, storages: Mapping[str, Storage] | None = None
+        self,
+        candidates: Mapping[str, Candidate],
+        costs: Costs,
+        storages: Mapping[str, Storage] | None = None,
+        *,
+        looks_on: bool = False,
     ) -> Trace:
         """Return the step with candidates for some units, by path; a storage that these use is in rehearsal."""
-        run = functools.partial(self._run, candidates, costs, storages=storages)
+        run = functools.partial(self._run, candidates, costs, storages=storages, looks_on=looks_on)
         if self.mode == "real":
             return _run_if_it_fits(run)
         if self._answers is None:
@@ -325,7 +336,7 @@ class Simulator:
         storages: Mapping[str, Storage] | None = None,
         **options: Any,
     ) -> Trace:
-        policy, device = Assignment(self.allowed(candidates), storages or {}), self._target.device
+        policy, device = Assignment(without_refused(candidates, self.refused), storages or {}), self._target.device
         rehearsal = next((item for item in policy.storages.values() if isinstance(item, Rehearsal)), None)
         given: dict[str, Any] = {"answers": answers, "watch": watch, "rehearsal": rehearsal}
         found = simulate(self._step, policy, self._units, costs, device, **given, **options)
@@ -335,10 +346,6 @@ class Simulator:
             found = self._run(candidates, costs, answers, watch, storages=storages, **options)
             found.failures.append(f"regions are refused: {', '.join(sorted(refused))}")
         return found
-
-    def allowed(self, candidates: Mapping[str, Candidate]) -> dict[str, Candidate]:
-        """Return the candidates that have no refused region."""
-        return {path: item for path, item in candidates.items() if self.refused.isdisjoint(item.regions(path))}
 
     def _within_memory(self) -> Watch:
         """Return what stops a step before it takes more than is free."""

@@ -336,6 +336,41 @@ def test_spans_of_compiled_blocks() -> None:
     assert tight.fixed.total + peak_bytes <= tight.budget_bytes
 
 
+class Writing(nn.Module):
+    """A block that may write to its argument."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.writes = nn.Linear(16, 64), nn.Linear(64, 16), writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x.mul_(2.0) if self.writes else x)))
+
+
+def test_blocks_that_write_to_their_arguments_are_kept() -> None:
+    torch.manual_seed(0)
+    net, batch = nn.Sequential(*(Writing(number in (2, 4)) for number in range(6))), torch.randn(256, 16)
+    for block in net:
+        block.compile(backend="aot_eager")
+    plan = reactivate.plan(net, batch, budget="80%", compiled="blocks")
+    chosen = {decision.path: decision.candidate for decision in plan.decisions}
+    assert chosen["2"] == chosen["4"] == KEEP and any(item != KEEP for item in chosen.values())
+    assert plan.proof.method == "compiled" and plan.measure(compiled="blocks").holds
+    with pytest.raises(PlanInfeasible, match="2 blocks, from 2 to 4, are kept: .* written to in place"):
+        plan.at(1)
+
+    def gradients() -> list[Tensor]:
+        torch.compiler.reset()
+        net.zero_grad()
+        net(batch).square().sum().backward()
+        return [item.grad.clone() for item in net.parameters() if item.grad is not None]
+
+    expected = gradients()
+    with reactivate.apply(net, plan):
+        found = gradients()
+    assert len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
+
+
 def test_a_plain_step_that_does_not_fit_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then costs are those of the eager step, and the proof is compiled all the same."""
     net = blocks()

@@ -26,7 +26,6 @@ from reactivate._loss.logits import Logits
 from reactivate._passes.current import is_recomputing
 from reactivate._passes.observing import observed_by
 from reactivate._region.accounts import copied_inputs, held_by_guards, put_aside, storages_of
-from reactivate._region.naming import name_of as name_of_region
 from reactivate._region.region import Region
 from reactivate._torch.asking import asking, show_inside
 from reactivate._torch.autograd import current_node_number, next_node_number
@@ -38,6 +37,7 @@ from reactivate.planner.trace.answers import RealAnswers
 from reactivate.planner.trace.data_scope import DataScope
 from reactivate.planner.trace.positions import ModuleStack, UnitPosition, is_in_backward
 from reactivate.planner.trace.records import SUM_IN_PLACE, Allocation, CopyEvent, Costs, Op, Origin, Trace, UnitCall
+from reactivate.planner.trace.refused import RefusedRegions
 from reactivate.planner.trace.resized import ResizedStorages
 from reactivate.planner.trace.stream_clock import StreamClock
 from reactivate.policies.canonical import name_of
@@ -125,7 +125,8 @@ class _Tracer(TorchDispatchMode):
         self._watch = watch
         self._modules = modules
         self._scope = scope
-        self.trace = Trace()
+        self._refused = RefusedRegions()
+        self.trace = Trace(refused=self._refused.paths)
         self.clock = StreamClock() if costs.has_streams else None
         self._units = units
         self._costs = costs
@@ -137,7 +138,7 @@ class _Tracer(TorchDispatchMode):
         self.trace.calls = self._place.calls
         self._call: UnitCall | None = None  # that runs
         self._last: UnitCall | None = None  # that runs, or ran last
-        self._aside: list[tuple[str, Allocation]] = []  # by the guards of the recomputations that run, and of which
+        self._aside: list[Allocation] = []  # by the guards of the recomputations that run
         self._node: int | None = None  # of autograd, that runs
         self._node_began = 0  # the op with which it did
         # The last op's, of gradients: what it added to, its result.
@@ -358,21 +359,22 @@ class _Tracer(TorchDispatchMode):
             self._last.saved_calls += sum(call.reason is None for call in region.saved_calls)
         for tensor in (*held_by_guards(region), *copied_inputs(region)):
             self._enter(tensor, STATE)
-        if region.replaced:  # what proves that the write does not matter takes memory that no plan counts
-            self.trace.refused.add(name_of_region(region))
+        self._refused.forward_done(region)
 
     def recomputation_begins(self, region: Region) -> None:
         """A region is recomputed: state as it is now is put aside, where it is other than it was."""
         size_bytes = sum(self._rounded(tensor.nbytes) for tensor in put_aside(region))
-        self._aside.append((name_of_region(region), self._allocate(size_bytes, self._origin(ASIDE))))
+        self._aside.append(self._allocate(size_bytes, self._origin(ASIDE)))
+        self._refused.recomputation_begins(region)
 
     def recomputation_done(self, region: Region) -> None:
         """A region was recomputed."""
-        self._release(self._aside.pop()[1])
+        self._release(self._aside.pop())
+        self._refused.recomputation_done(region)
 
     def regions_end(self) -> None:
-        """The step is over: the innermost recomputation that has not come to its end was refused."""
-        self.trace.refused.update(name for name, _ in self._aside[-1:])
+        """The step is over."""
+        self._refused.end()
 
 
 def _is_called_by_autograd() -> bool:
