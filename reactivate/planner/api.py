@@ -29,7 +29,7 @@ from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.distributed import Ranks, begin_sharded, check_group
 from reactivate.planner.head import HEADS, Head
 from reactivate.planner.maximize import largest
-from reactivate.planner.offload import storages_in
+from reactivate.planner.offload import check_directories, storages_in
 from reactivate.planner.plan import Plan
 from reactivate.planner.planner import Planner, holding_compiled
 from reactivate.planner.progress import older_objects_left_out, progress
@@ -180,6 +180,7 @@ def plan(
     with paused(model), older_objects_left_out(), progress("plan") as tell, ranks.together(), uncompiled():
         begin_sharded(model)
         target = replace(find_target(model, args, kwargs, device), reserve=kept_free, margin=spare)
+        check_directories(offered.values(), target)
         if asked is None:
             target.check_default_budget()
         planned = TrainingStep(model, args, kwargs, loss, step, compiled=compiled)

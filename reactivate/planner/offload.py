@@ -14,6 +14,8 @@ from reactivate.planner.cost.links import Link, link_between
 from reactivate.planner.solve import Transfer
 from reactivate.planner.target import Target
 from reactivate.policies._base import check_storage
+from reactivate.storage.disk import Disk
+from reactivate.storage.disk_file import check_directory
 from reactivate.storage.host import Host
 from reactivate.storage.rehearsal import Rehearsal, Residence, in_pages, residence_of
 
@@ -98,6 +100,17 @@ def storages_in(storages: Storage | Iterable[Storage] | None) -> dict[str, Stora
         number = sum(other.partition(" ")[0] == name for other in found)
         found[f"{name} {number + 1}" if number else name] = storage
     return found
+
+
+def check_directories(storages: Iterable[Storage], target: Target) -> None:
+    """See to it, before anything runs, that the directories of disks are there, if the target is here.
+
+    Raises:
+        UsageError: one of them is not.
+    """
+    for storage in storages:
+        if target.is_here and isinstance(storage, Disk):
+            check_directory(storage.path)
 
 
 def offer_of(name: str, storage: Any, target: Target) -> Offer:

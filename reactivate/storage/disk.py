@@ -40,7 +40,8 @@ class Disk(Moving):
         last: how many tensors, of those taken in last, stay in memory.
 
     Raises:
-        UsageError: an argument is none of these; when the first tensor is written, there is no such directory.
+        UsageError: an argument is none of these; when a step is planned with it, or the first tensor is written, there is no
+            such directory.
 
     Examples:
         >>> import reactivate, tempfile

@@ -40,6 +40,19 @@ def free_bytes(path: str) -> int:
     return shutil.disk_usage(place).free
 
 
+def check_directory(path: str) -> None:
+    """Raise an error if there is no such directory.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if not os.path.isdir(path):
+        raise UsageError(
+            f"Disk({path!r}) keeps its file in a directory that is there, and there is none at {os.path.abspath(path)}. Make "
+            "it, or correct the path."
+        )
+
+
 class DiskFile:
     """A file for tensors, which is gone when it is let go, and when the process ends.
 
@@ -54,11 +67,7 @@ class DiskFile:
     """
 
     def __init__(self, path: str, limit: int | None, process: int) -> None:
-        if not os.path.isdir(path):
-            raise UsageError(
-                f"Disk({path!r}) keeps its file in a directory that is there, and there is none at "
-                f"{os.path.abspath(path)}. Make it, or correct the path."
-            )
+        check_directory(path)
         self.path = path
         self._file: FileIO = tempfile.TemporaryFile(buffering=0, dir=path)  # noqa: SIM115
         self._areas = Areas(limit)

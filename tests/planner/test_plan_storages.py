@@ -297,9 +297,12 @@ def test_candidates_that_move_nothing_are_not_warned_of(tmp_path: Path) -> None:
     assert plan.offered == (repr(disk),)
 
 
-def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    case, calls = deep(2), []
+    case.model.register_forward_pre_hook(lambda *_: calls.append("called"))
     with pytest.raises(UsageError, match="there is none at .*inside"):
-        planned(deep(2), 1, Disk(str(tmp_path / "inside"), least_bytes=0))
+        planned(case, "100%", Disk(str(tmp_path / "inside"), least_bytes=0))
+    assert not calls
 
 
 # -- limits, and devices that are not here ----------------------------------------------------------------------------
