@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SUMMED = ("tensors", "input_bytes", "snapshot_bytes", "result_bytes", "recomputed_bytes")
+SUMMED = ("tensors", "input_bytes", "snapshot_bytes", "result_bytes", "offloaded_bytes", "recomputed_bytes")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Entry:
         input_bytes: of the inputs of a region.
         snapshot_bytes: of what guards keep: states of generators, buffers as they were.
         result_bytes: of the results of a saved call and of what it saved; of what is kept outside.
+        offloaded_bytes: what of that a storage has moved, or is moving.
         recomputed_bytes: what is recomputed for the backward. Of a region it is the whole, which its
             "recomputed" entries divide up.
         seconds: what the recomputation of a region took; None where there was no such thing, or nothing was computed.
@@ -49,6 +50,7 @@ class Entry:
     recomputed_bytes: int = 0
     seconds: float | None = None
     inside: tuple[Entry, ...] = ()
+    offloaded_bytes: int = 0
 
     @property
     def kept_bytes(self) -> int:

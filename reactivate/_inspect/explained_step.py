@@ -241,30 +241,38 @@ class ExplainedStep(Step):
             self._enter(event.draft, "input_bytes", tensor)
         for spec in stored_inputs(region):
             event.draft.put_in(spec.storage)
-            self._enter_handle(event.draft, "input_bytes", spec.handle())
+            self._enter_handle(event.draft, "input_bytes", spec.handle(), spec.storage)
         for tensor in held_by_guards(region):
             self._enter(event.draft, "snapshot_bytes", tensor)
         for call in region.saved_calls:
             for kept in kept_of(region, call):
-                self._enter_handle(event.calls[call.number], "result_bytes", kept.handle)
+                self._enter_handle(event.calls[call.number], "result_bytes", kept.handle, kept.storage)
 
-    def _enter_handle(self, draft: Draft, figure: str, handle: Any) -> None:
-        """Count what a storage took, in memory and elsewhere."""
-        for tensor in held_by(handle):
-            self._enter(draft, figure, tensor)
-        for piece in pieces_in(handle):
+    def _enter_handle(self, draft: Draft, figure: str, handle: Any, storage: Any) -> None:
+        """Count what a storage took, in memory and elsewhere.
+
+        A storage that counts what it moves leaves some of it where it was. Of another one all that it took is elsewhere.
+        """
+        is_moved = not isinstance(storage, Device) and not hasattr(type(storage), "traffic")
+        pieces = list(pieces_in(handle))
+        for tensor in held_by(handle, set(map(id, pieces))):
+            self._enter(draft, figure, tensor, is_moved=is_moved)
+        for piece in pieces:
+            for tensor in held_by(piece):
+                self._enter(draft, figure, tensor, is_moved=piece.stays is None)
             if piece not in self._pieces:
                 self._pieces.add(piece)
-                self._add(draft, figure, piece.stored_bytes)
+                self._add(draft, figure, piece.stored_bytes, is_moved=piece.stays is None)
 
-    def _enter(self, draft: Draft, figure: str, tensor: Tensor) -> None:
-        self._add(draft, figure, self._ledger.enter(tensor))
+    def _enter(self, draft: Draft, figure: str, tensor: Tensor, *, is_moved: bool = False) -> None:
+        self._add(draft, figure, self._ledger.enter(tensor), is_moved=is_moved)
 
     @staticmethod
-    def _add(draft: Draft, figure: str, size: int) -> None:
+    def _add(draft: Draft, figure: str, size: int, *, is_moved: bool) -> None:
         if size:
             draft.add(figure, size)
             draft.add("tensors", 1)
+            draft.add("offloaded_bytes", size if is_moved else 0)
 
     # -- the backward -------------------------------------------------------------------------------------------------
 

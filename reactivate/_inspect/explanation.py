@@ -66,8 +66,8 @@ class Explanation(Tabled):
 
     @property
     def offloaded_bytes(self) -> int:
-        """Return the bytes that storages took in, among them the last ones, which wait where they are."""
-        return sum(entry.kept_bytes for entry in self.walk() if entry.storage is not None)
+        """Return the bytes that storages have moved, or are moving; on fake tensors those that they would take in."""
+        return sum(entry.offloaded_bytes for entry in self.walk())
 
     @property
     def recomputed_bytes(self) -> int:

@@ -279,7 +279,9 @@ def test_what_one_block_is_refused_an_equal_one_tries(writer: int) -> None:
         assert path == str(writer) or not unknown
 
 
-def test_the_calls_of_a_block_that_can_be_recomputed_stand_for_those_of_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_calls_of_a_block_that_can_be_recomputed_stand_for_those_of_equal_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, x = made(lambda: nn.Sequential(Block(), *(Maybe() for _ in range(6))))
     for block in model[2:]:
         block.factor = 1.0
