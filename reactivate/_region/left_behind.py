@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from reactivate._region.region import Region
 
 
+_COMPARED = ATOMS | {type}
+"""The classes of attributes that are compared."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -76,7 +78,7 @@ def _of_module(module: torch.nn.Module, path: str) -> Iterator[tuple[str, Any]]:
     if is_flat_wrapper(type(module)):
         return
     for name, value in vars(module).items():
-        if type(value) in ATOMS:
+        if type(value) in _COMPARED:
             yield f"the attribute `{path}.{name}`", value
     for name, buffer in module.named_buffers(recurse=False):
         if _is_plain(buffer):

@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from operator import is_
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -235,10 +235,10 @@ def called_members(kind: type, asked: frozenset[str], *, is_named: bool) -> Iter
     """
     own = vars(kind)
     is_of_module = issubclass(kind, Module) and not is_named
-    names = asked.union(MAKING if is_named else (), own.get("__match_args__", ()))
-    for name in names & own.keys():
-        if not (is_of_module and type(own[name]) is FunctionType):
-            for member in _members_of(own[name]):
+    others = {*(MAKING if is_named else ()), *own.get("__match_args__", ())}
+    for name, item in [*own.items()]:
+        if (name in asked or name in others) and not (is_of_module and type(item) is FunctionType):
+            for member in _members_of(item):
                 yield name, member
 
 
@@ -272,7 +272,7 @@ def _find(functions: Iterable[FunctionType]) -> tuple[Names, Bindings | None]:
         for namespace, name in _reads(fn):
             key = id(namespace), name
             value = namespace.get(name)
-            if not (isinstance(value, _FIXED) or _is_librarys_class(value)):
+            if not _is_code(value):
                 if name in namespace or not hasattr(builtins, name):  # perhaps nothing yet
                     names[key] = namespace, name
             elif not (isinstance(value, ModuleType) and is_librarys(vars(value))):
@@ -364,7 +364,14 @@ def _named_values(fn: FunctionType) -> list[Any]:
     return values
 
 
-_FIXED = (FunctionType, BuiltinFunctionType, ModuleType, CACHED)
+def _is_code(value: Any) -> bool:
+    """Return whether a value is code, bound to no object: a function, a Python module, a class of a library's."""
+    if isinstance(value, CACHED):
+        inner = value.__wrapped__
+        return _is_code(inner) and not (isinstance(inner, FunctionType) and _is_open(inner))
+    if isinstance(value, BuiltinFunctionType):
+        return isinstance(value.__self__, (ModuleType, NoneType)) or _is_librarys_class(value.__self__)
+    return isinstance(value, (FunctionType, ModuleType)) or _is_librarys_class(value)
 
 
 def _is_librarys_class(value: Any) -> bool:

@@ -54,13 +54,13 @@ class Position(NamedTuple):
 
 ATOMS = frozenset(
     {
-        *(type(None), bool, int, float, complex, str, bytes, type, range, slice, type(...), object, ModuleType),
+        *(type(None), bool, int, float, complex, str, bytes, range, slice, type(...), object, ModuleType),
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat),
     }
 )
 """Classes of values that cannot change."""
 
-_PLAIN = ATOMS | {dict, list, set, CodeType, FunctionType, MethodType, BuiltinFunctionType}
+_PLAIN = ATOMS | {type, dict, list, set, CodeType, FunctionType, MethodType, BuiltinFunctionType}
 """Classes whose objects are held as they are: those of most items."""
 
 

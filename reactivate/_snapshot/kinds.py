@@ -18,7 +18,7 @@ from reactivate._snapshot.held import ATOMS
 SMALL_BYTES = 1 << 14
 """The size up to which a tensor without a graph, or an array, is copied before a write to it is known."""
 
-PROXIES = frozenset(ProxyTypes)
+PROXIES = frozenset({*ProxyTypes, super})
 BUFFERS = frozenset({bytearray, memoryview, io.StringIO, io.BytesIO})
 
 _OPERATORS = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
@@ -183,10 +183,11 @@ def is_callable(kind: type) -> bool:
 
 
 def behind_proxy(value: Any) -> Any:
-    """Return what a weak proxy stands for, None if that is gone; anything else as it is."""
+    """Return what a weak proxy or a `super()` stands for, None if that is gone; anything else as it is."""
     if type(value) not in PROXIES:
         return value
     try:
-        return value.__repr__.__self__
+        bound: Any = value if type(value) is super else value.__repr__
+        return bound.__self__
     except ReferenceError:
         return None

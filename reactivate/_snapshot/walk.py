@@ -91,7 +91,6 @@ class Walk:
     _follows_functions = True
     asked: frozenset[str] = frozenset()
     _nesting = _items = 0
-    _named: tuple[type, ...] = ()
     _bindings: tuple[Bindings, ...] = ()
     _functions: holding.FunctionsHolder | None = None
 
@@ -121,7 +120,8 @@ class Walk:
             looked_at = len(self.code.classes) + len(self.code.functions)
             asked = SPECIAL_METHODS | self.asked | self.code.asked() if self.code.classes else SPECIAL_METHODS
             for kind in filterfalse(is_installed, self.code.classes):
-                for name, member in called_members(kind, asked, is_named=kind in self._named):
+                is_named = ("named", id(kind)) in self.seen
+                for name, member in called_members(kind, asked, is_named=is_named):
                     self.look(member, f"{kind.__name__}.{name}", DEPTH)
             self._look_at_bindings()
 
@@ -323,8 +323,9 @@ class Walk:
 
     def _class(self, kind: type, *, is_named: bool = False) -> None:
         """Note the attributes of a class and of those it is derived from, and look at them."""
-        self._named += tuple(users_classes(kind)) if is_named else ()
         for base in users_classes(kind):
+            if is_named:
+                self.seen["named", id(base)] = base
             if (key := ("class", id(base))) not in self.seen:
                 self.seen[key] = base
                 self.holders.append(holding.ClassHolder(base))
@@ -443,8 +444,6 @@ class Walk:
             self.holders.append(holding.CellHolder(cell))
             if kind is ModuleType:
                 self._names(names_in_module(contents, facts.attributes))
-            elif issubclass(kind, type):
-                self._class(contents, is_named=True)
             elif contents is not EMPTY:
                 self.look(contents, place, depth)
 
@@ -460,12 +459,7 @@ class Walk:
             if key not in self.seen:
                 self.seen[key] = namespace
                 self.holders.append(holding.NameHolder(namespace, name))
-                value: Any = namespace.get(name)
-                kind = type(value)
-                if issubclass(kind, type):
-                    self._class(value, is_named=True)
-                elif kind not in ATOMS:
-                    self.look(value, name, DEPTH)
+                self.look(namespace.get(name), name, DEPTH)
 
 
 _Way = Callable[[Walk, Any, Any, str, int], None]

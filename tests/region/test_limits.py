@@ -221,12 +221,19 @@ class Bytes(bytearray):
     """A subclass."""
 
 
-def in_a_class() -> tuple[Any, ...]:
-    class Outer:
-        class State:
-            count = 1
+class Base:
+    """A class without state."""
 
-    return counts(Outer, lambda outer: outer.State)
+
+class State(Base):
+    """A count in a class."""
+
+    count = 1
+
+
+def counts_in_a_class(holder: Any, find: Fn) -> tuple[Any, ...]:
+    State.count = 1
+    return counts(holder, find)
 
 
 FAR: dict[str, Callable[[], tuple[Any, ...]]] = {
@@ -241,7 +248,8 @@ FAR: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 
 HIDDEN: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "class in a class": in_a_class,
+    "class in a union": lambda: counts_in_a_class(State | None, lambda union: union.__args__[0]),
+    "subclass": lambda: counts_in_a_class(Base, lambda base: base.__subclasses__()[0]),
     "cached": lambda: counts(Inside(), lambda inside: inside.cached()),
     "mapping proxy": lambda: counts(MappingProxyType({"link": Link(0)}), lambda links: links["link"]),
     "subclass of bytearray": lambda: counts_in_a_list(Bytes([1])),
