@@ -47,20 +47,23 @@ class ModuleWalk(Walk):
         for hooks in filter(None, GLOBAL_FORWARD_HOOKS):
             self._look_at_hooks(hooks)
         found: set[int] = set()  # ids, since a module may have no hash
-        todo: list[Module | None] = []
         count = 0
-        while todo or count < len(self.roots):
-            if not todo:  # there may be more roots than in the beginning
-                todo.append(self.roots[count])
-                count += 1
+        while count < len(self.roots):  # attributes lead to more roots, and so does code, at the end
+            self._modules_under(self.roots[count], found)
+            count += 1
+            if count == len(self.roots):
+                self.finish()
+        return self
+
+    def _modules_under(self, root: Module, found: set[int]) -> None:
+        todo: list[Module | None] = [root]
+        while todo:
             module = behind_proxy(todo.pop())
             if module is not None and id(module) not in found:
                 found.add(id(module))
                 if module._modules:
                     todo += reversed(module._modules.values())
                 self._module_itself(module)
-        self.finish()
-        return self
 
     def at(self, module: Module) -> ModuleWalk:
         """Look at one module, and at nothing of its children."""

@@ -317,3 +317,58 @@ PROGRAMS.rows(
     },
     recomputations=STEPS,
 )
+
+
+# -- modules that only functions lead to, which a module's forward names -----------------------------------------------------
+
+
+class Average(nn.Module):
+    """A module with state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("number", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += calls[0] in UNCOMPARED
+        return curve(x, self.number.clone())
+
+
+def helper_around(module: nn.Module) -> Fn:
+    return lambda x: module(x)
+
+
+class NamesHelper(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(x)
+
+
+class Holder:
+    act: Any = None
+
+
+class NamesHolder(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Holder.act(x)
+
+
+helper = helper_around(Average())
+
+
+def around_a_module(wrap: Wrap, kind: type[nn.Module], count: int) -> Any:
+    global helper
+    average = Average()
+    helper, Holder.act = helper_around(average), staticmethod(average)
+    model = nn.Sequential(*(nn.Identity() for _ in range(count)), kind())
+    return trained(wrap, model, (), by_forward=True), average.number
+
+
+PROGRAMS.rows(
+    around_a_module,
+    {
+        "module_that_a_named_function_closes_over": (NamesHelper, 0),
+        "module_that_a_named_class_holds": (NamesHolder, 0),
+        "module_in_a_large_tree_that_a_named_function_closes_over": (NamesHelper, 70),
+    },
+    recomputations=STEPS,
+)
