@@ -14,11 +14,11 @@ from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from state_programs import Programs, Wrap, backward, curve, leaf
+from several import check_each
+from state_programs import Programs, Wrap, backward, check_program, curve, leaf
 from torch import Tensor, nn
 
 PROGRAMS = Programs()
-test_program = PROGRAMS.test()
 STEPS = 6
 UNCOMPARED = (3, 5, 6)
 
@@ -372,3 +372,7 @@ PROGRAMS.rows(
     },
     recomputations=STEPS,
 )
+
+
+def test_programs() -> None:
+    check_each({str(program): functools.partial(check_program, program) for program in PROGRAMS.listed})
