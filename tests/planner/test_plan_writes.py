@@ -314,10 +314,12 @@ def test_what_only_some_of_equal_blocks_call_is_tried_there() -> None:
     assert all(planner.table.change("5", item) is not None for item in planner.menus["5"])
 
 
-def test_a_step_that_calls_other_blocks_when_it_runs_again_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("runs", [0, 1])
+def test_a_step_that_calls_other_blocks_when_it_runs_again_is_said(runs: int, tmp_path: Path) -> None:
     """How often it has run is in a file, which planning does not set back."""
     model, x = made(lambda: nn.Sequential(*(Block() for _ in range(4))))
     log = tmp_path / "log"
+    log.write_text("." * runs)
 
     def step() -> None:
         with log.open("a") as file:
