@@ -78,9 +78,12 @@ class CallDecision(NamedTuple):
         """Return the decision on one call, in which code of the user's may run although the function is torch's."""
         if self.is_users:
             return self
-        is_torchs = are_torchs(args) and (not kwargs or are_torchs(kwargs.values()))
-        if is_torchs:
-            is_torchs = is_torchs_alone(fn) if self.module is None else is_torchs_forward(self.module, fn)
+        if not (are_torchs(args) and (not kwargs or are_torchs(kwargs.values()))):
+            return self.of_users()
+        module = self.module
+        if module is None:
+            return self if is_torchs_alone(fn) else self.of_users()
+        is_torchs = type(module) in _QUIET_MODULES and is_torchs_forward(module, fn)  # it may have another class by now
         return self if is_torchs else self.of_users()
 
     def of_users(self) -> CallDecision:

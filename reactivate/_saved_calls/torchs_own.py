@@ -79,20 +79,23 @@ class _NamedCode:
     Args:
         found: the names that may be called, with what they stand for: None where there is nothing yet.
         functions: those whose code it is.
+        is_torchs: whether all of it is torch's. What is not is known by its id: it may hold a model.
     """
 
-    __slots__ = ("_absent", "_codes", "_functions", "_present")
+    __slots__ = ("_absent", "_codes", "_functions", "_present", "is_torchs")
 
-    def __init__(self, found: Iterable[Named], functions: list[FunctionType]) -> None:
+    def __init__(self, found: Iterable[Named], functions: list[FunctionType], is_torchs: bool) -> None:
         spaces: dict[int, tuple[Mapping[str, Any], dict[str, Any]]] = {}
         for space, name, value in found:
             spaces.setdefault(id(space), (space, {}))[1][name] = value
-        self._present, self._absent = [], []
+        self._present: list[tuple[Any, Mapping[str, Any], list[Any]]] = []
+        self._absent, self.is_torchs = [], is_torchs
         for space, names in spaces.values():
             present = [name for name, value in names.items() if value is not None]
             if present:
                 present.append(present[0])  # one alone gives no tuple
-                self._present.append((itemgetter(*present), space, [names[name] for name in present]))
+                values = [names[name] for name in present]
+                self._present.append((itemgetter(*present), space, values if is_torchs else list(map(id, values))))
             absent = names.keys() - present
             if absent:
                 self._absent.append((space.keys(), absent))
@@ -101,8 +104,10 @@ class _NamedCode:
     def are_current(self) -> bool:
         """Return whether they stand for what they stood for, with the same code."""
         try:
-            if not all(all(map(is_, get(space), values)) for get, space, values in self._present):
-                return False
+            for get, space, values in self._present:
+                now = get(space)
+                if not (all(map(is_, now, values)) if self.is_torchs else list(map(id, now)) == values):
+                    return False
         except KeyError:
             return False
         return list(map(_CODE, self._functions)) == self._codes and all(
@@ -122,19 +127,16 @@ def is_torchs_alone(function: Any, kind: type | None = None) -> bool:
     """
     if type(function) in IN_C or is_of_torch(type(function)):
         return True
-    if type(function) is not FunctionType:
+    if not _is_followed(function):
         return False
     known = _known.get((function, kind))
-    if known is not None and known.are_current():
-        return True
-    found = _find(function, kind)
-    if found is not None:
-        _known[function, kind] = found
-    return found is not None
+    if known is None or not known.are_current():
+        known = _known[function, kind] = _find(function, kind)
+    return known.is_torchs
 
 
-def _find(function: FunctionType, kind: type | None) -> _NamedCode | None:
-    """Find what some code names, itself and through other functions; None if any of it is the user's."""
+def _find(function: FunctionType, kind: type | None) -> _NamedCode:
+    """Find what some code names, itself and through other functions, up to what is the user's."""
     found: list[Named] = []
     functions: list[FunctionType] = []
     todo = [function]
@@ -145,11 +147,11 @@ def _find(function: FunctionType, kind: type | None) -> _NamedCode | None:
         functions.append(fn)
         named = list(_named(fn, kind))
         values = [*(value for _, _, value in named), *(cell.cell_contents for cell in fn.__closure__ or ())]
-        if any(map(_is_users, values)):
-            return None
         found += named
+        if any(map(_is_users, values)):
+            return _NamedCode(found, functions, is_torchs=False)
         todo += filter(_is_followed, values)
-    return _NamedCode(found, functions) if _is_followed(function) else None
+    return _NamedCode(found, functions, is_torchs=True)
 
 
 def _is_followed(value: Any) -> bool:
