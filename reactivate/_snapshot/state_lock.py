@@ -8,10 +8,13 @@ from contextvars import ContextVar
 from enum import IntEnum
 from functools import partial
 from threading import Condition
+from time import monotonic
 
+from reactivate._snapshot.thread_waits import waits_for
 from reactivate._text.warnings import warn
 
 PATIENCE_SECONDS = 60.0
+_LOOK_AGAIN_SECONDS = 0.05  # whether another thread has begun to wait for this one
 
 
 class Scope(IntEnum):
@@ -30,7 +33,7 @@ class LockEntry:
 
     Attributes:
         thread: its thread.
-        around: the entries that it is inside of.
+        around: the entries that it is inside of, or whose threads wait for its own.
         scope: what it has set back.
     """
 
@@ -142,11 +145,20 @@ class StateLock:
     def _wait(self, may: Callable[[LockEntry], bool], entry: LockEntry) -> None:
         self.waiting.append(entry.thread)
         self._changed.notify_all()  # one that waits for this thread need not any more
-        patience: float | None = PATIENCE_SECONDS
+        end: float | None = monotonic() + PATIENCE_SECONDS
         try:
             while not may(entry):
-                if not self._changed.wait(patience):
-                    patience = None
+                held_up = [
+                    other
+                    for other in self.inside
+                    if not _is_around(other, entry) and waits_for(other.thread, entry.thread)
+                ]
+                if held_up:  # they go on when this has ended: it is as if it ran on their thread
+                    entry.around = (*entry.around, *held_up)
+                    continue
+                self._changed.wait(_LOOK_AGAIN_SECONDS)
+                if end is not None and monotonic() > end:
+                    end = None
                     warn(_WAITS_LONG)
         finally:
             self.waiting.remove(entry.thread)
