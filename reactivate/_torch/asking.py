@@ -63,7 +63,9 @@ def _running(func: Any, caller: FrameType) -> Any:
         return func if is_torchs_function(func) or type(func).__module__.startswith("torch") else _method(func)
     asks: Any = caller.f_back
     code = asks.f_code
-    if getattr(func, "__code__", None) is code or type(func).__module__.startswith("torch"):
+    if type(func) is FunctionType and func.__code__ is code:
+        return func
+    if type(func).__module__.startswith("torch"):
         return func
     names = asks.f_globals
     if not _is_torchs(names):  # a function of the user's own may let another one ask for it
