@@ -16,7 +16,6 @@ not stop early, the outputs are compared too, and a difference of these alone is
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,6 @@ from torch.nn import Parameter
 from reactivate._bits import checksum, checksum_of, elements_in_a_row
 from reactivate._passes.stale import comes_from_stale, watches
 from reactivate._snapshot.geometry import has_memory
-from reactivate._torch.autograd import next_node_number
 from reactivate._torch.flags import is_any_autocast_enabled
 from reactivate._torch.modes import run_unseen
 from reactivate._torch.ops import flatten
@@ -66,16 +64,14 @@ class Sums(NamedTuple):
 
     Attributes:
         bits: of its bits as integers.
-        has_graph: whether the tensor needs a gradient: then no op holds memory of its own in it.
-        saved_bits: as they were when autograd saved it: an op may write to one without a graph afterwards, as rrelu does
-            to its noise. None if other code has written to it before the op was over: then it is not compared.
+        is_sure: whether they are those of the tensor in the end; an op may fill one without a graph after it had it saved,
+            as rrelu does.
         profile: of its elements, None if these are no floats.
         unit: the relative distance of two floats of the type.
     """
 
     bits: Tensor
-    has_graph: bool
-    saved_bits: Tensor | None
+    is_sure: bool
     profile: Profile | None
     unit: float
 
@@ -97,45 +93,17 @@ class Check:
         self.has_same_results = False
         self.recomputed: Check | None = None
         self.doubtful: list[tuple[Tensor, str]] = []
-        # What the op that runs may still fill, each with its version and the stream of the op.
-        self._filling: list[tuple[int, Tensor, int, AbstractContextManager[Any]]] = []
-        self._node = -1  # the number of the next node of autograd's, as long as that op runs
 
     def note(self, number: int, tensor: Tensor) -> None:
         """Take the checksum of a tensor, if it has bits to look at that come from what the forward had."""
-        node = next_node_number()
-        if node != self._node:  # the op that saved the last ones is over
-            self.settle()
-            self._node = node
-        if not (watches and comes_from_stale(tensor)):
-            run_unseen(self._take, number, tensor)
-
-    def _take(self, number: int, tensor: Tensor) -> None:
-        sums = _sums_of(tensor)
+        if watches and comes_from_stale(tensor):
+            return
+        sums = run_unseen(_sums_of, tensor)
         if sums is not None:
             self.sums[number] = sums
-            if not sums.has_graph:
-                self._filling.append((number, tensor, tensor._version, _in_present_stream(tensor.device)))
-
-    def settle(self) -> None:
-        """Take the checksums of tensors that the last op had saved, and may have written to afterwards, once more."""
-        if self._filling:
-            run_unseen(self._settle)
-
-    def _settle(self) -> None:
-        filling, self._filling = self._filling, []
-        for number, tensor, version, in_stream in filling:
-            before, now = self.sums[number], None
-            if tensor._version == version and has_memory(tensor):
-                with in_stream:
-                    now = _sums_of(tensor)
-            self.sums[number] = (
-                before._replace(saved_bits=None) if now is None else now._replace(saved_bits=before.bits)
-            )
 
     def note_outputs(self, result: Any) -> None:
         """Take the checksums of the outputs."""
-        self.settle()
         for index, leaf in enumerate(flatten(result)[0]):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 self.note(OUTPUTS + index, leaf)
@@ -146,7 +114,7 @@ class Check:
 
         Args:
             but: the numbers of those that do not count.
-            also: the numbers of those without a graph that count.
+            also: the numbers of those that count although their checksums are not sure.
         """
         return min(self.differences(other, also, but), default=None)
 
@@ -161,17 +129,9 @@ class Check:
         pairs = zip(numbers, ones, others)
         return frozenset(number for number, one, two in pairs if not run_unseen(torch.equal, one, two))
 
-    def without_graph(self) -> frozenset[int]:
-        """Return the numbers of the tensors that need no gradient."""
-        return frozenset(number for number, sums in self.sums.items() if not sums.has_graph)
-
-    def written_by_ops(self, other: Check) -> frozenset[int]:
-        """Return the numbers of tensors that ops wrote to after autograd saved them, and that were not the same before."""
-        return frozenset(
-            number
-            for number, one in self.sums.items()
-            if (two := other.sums.get(number)) is not None and run_unseen(_is_update, one, two)
-        )
+    def unsure(self) -> frozenset[int]:
+        """Return the numbers of the tensors whose checksums are not sure."""
+        return frozenset(number for number, sums in self.sums.items() if not sums.is_sure)
 
     def has_all(self, count: int) -> bool:
         """Return whether there is a checksum of each of so many saved tensors."""
@@ -199,9 +159,7 @@ class Check:
             number
             for number in found
             if number not in but
-            and (self.sums[number].has_graph or number in also)
-            and self.sums[number].saved_bits is not None
-            and other.sums[number].saved_bits is not None
+            and (self.sums[number].is_sure or number in also)
             and self.versions.get(number) == other.versions.get(number)
         )
 
@@ -245,12 +203,6 @@ def _is_looked_at(tensor: Tensor) -> bool:
     return tensor.device.type not in ("xla", "meta") and tensor.numel() > 0 and not tensor.is_quantized
 
 
-def _in_present_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which the current stream of a device is the one that is current now."""
-    module: Any = getattr(torch, device.type, None)
-    return module.stream(module.current_stream(device)) if hasattr(module, "stream") else nullcontext()
-
-
 def _sums_of(tensor: Tensor) -> Sums | None:
     if not _is_looked_at(tensor):
         return None
@@ -268,8 +220,8 @@ def _sums_without_autocast(tensor: Tensor) -> Sums:
     flat = elements_in_a_row(tensor)
     bits = checksum(flat)
     if not flat.is_floating_point():
-        return Sums(bits, tensor.requires_grad, bits, None, 0.0)
-    return Sums(bits, tensor.requires_grad, bits, _profile_of(flat), torch.finfo(flat.dtype).eps)
+        return Sums(bits, tensor.requires_grad, None, 0.0)
+    return Sums(bits, tensor.requires_grad, _profile_of(flat), torch.finfo(flat.dtype).eps)
 
 
 def _profile_of(flat: Tensor) -> Profile:
@@ -299,12 +251,6 @@ def _are_equal(some: list[Tensor], others: list[Tensor]) -> bool:
     if len(devices) > 1:
         return all(map(torch.equal, some, others))
     return torch.equal(torch.stack(some), torch.stack(others))
-
-
-def _is_update(one: Sums, two: Sums) -> bool:
-    if one.saved_bits is None or two.saved_bits is None or torch.equal(one.saved_bits, two.saved_bits):
-        return False
-    return not (torch.equal(one.bits, one.saved_bits) and torch.equal(two.bits, two.saved_bits))
 
 
 def _is_rounding(one: Sums, other: Sums) -> bool:

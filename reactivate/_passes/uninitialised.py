@@ -1,29 +1,26 @@
 """A second look at a recomputation that differs: which of its tensors hold what the function gave them.
 
 Memory that a function gets without contents is filled with a number, to see which tensors depend on it. And an op may save
-memory of its own that it fills in part: what it was called with is its caller's; torch itself can fill all else, with one
-value of each dtype.
+memory that it fills later, or in part: what it was called with is its caller's.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.utils.deterministic
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from reactivate._passes.oplog import checksum
 from reactivate._torch.asking import asking
 from reactivate._torch.autograd import FUNCTION_APPLY_CODE
+from reactivate._torch.modes import run_unseen
 from reactivate._torch.ops import tensors_in
 
-_settings: Any = torch.utils.deterministic
 _WITHOUT_CONTENTS = frozenset(
     {
         torch.empty,
@@ -48,26 +45,28 @@ class Filled(TorchFunctionMode):
 
     Args:
         number: 0, or 1 for what is far from it.
-        with_ops: whether torch fills all other memory too, that of ops as well.
 
     Attributes:
         is_used: whether there was such a tensor.
-        given: the numbers of the saved tensors that ops and custom functions were called with.
+        given: the numbers of the saved tensors that ops and custom functions were called with; ops did not write to them.
     """
 
-    def __init__(self, number: int, *, with_ops: bool = False) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self._number, self._with_ops, self.is_used = number, with_ops, False
+        self._number, self.is_used = number, False
         self.given: set[int] = set()
         self._arguments: frozenset[int] = frozenset()  # the ids of those of the op that runs
+        self._saved: list[tuple[int, Tensor, int]] = []  # those among them that it saves, with checksums
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = asking(func, kwargs)
-        around, self._arguments = self._arguments, frozenset(map(id, tensors_in(args, kwargs or {})))
+        around = self._arguments, self._saved
+        self._arguments, self._saved = frozenset(map(id, tensors_in(args, kwargs or {}))), []
         try:
             result = func(*args, **(kwargs or {}))
+            self.given.update(number for number, tensor, bits in self._saved if run_unseen(checksum, tensor) == bits)
         finally:
-            self._arguments = around
+            self._arguments, self._saved = around
         if func in _WITHOUT_CONTENTS and result.layout is torch.strided:
             self.is_used = True
             result.data.fill_(_value(self._number, result.dtype))  # which leaves the version as it is
@@ -79,43 +78,14 @@ class Filled(TorchFunctionMode):
             if id(tensor) in map(id, tensors_in(frame.f_locals.get("args", ()), {})):
                 self.given.add(number)
         elif id(tensor) in self._arguments:
-            self.given.add(number)
+            self._saved.append((number, tensor, run_unseen(checksum, tensor)))
 
     def around(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that does the same inside of this."""
 
         @functools.wraps(fn)
         def filled(*args: Any, **kwargs: Any) -> Any:
-            with self, memory_filled() if self._with_ops else nullcontext():
+            with self:
                 return fn(*args, **kwargs)
 
         return filled
-
-
-@contextmanager
-def memory_filled() -> Iterator[None]:
-    """Inside, torch fills all memory that it allocates without contents, that of ops as well: a setting of all threads."""
-    mode, is_filled = torch.get_deterministic_debug_mode(), _settings.fill_uninitialized_memory
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of ops that are not deterministic
-        try:
-            torch.set_deterministic_debug_mode("warn")
-            _settings.fill_uninitialized_memory = True
-            yield
-        finally:
-            _settings.fill_uninitialized_memory = is_filled
-            torch.set_deterministic_debug_mode(mode)
-
-
-def is_of_memory_filled(tensor: Tensor) -> bool:
-    """Return whether a tensor is in memory that torch fills under `memory_filled`, not in NumPy's, say."""
-    with memory_filled():
-        probe = torch.empty(1, device=tensor.device)
-    return tensor.untyped_storage().resizable() and bool(probe.isnan())
-
-
-def may_hold_fill(tensor: Tensor) -> bool:
-    """Return whether an element of a tensor may be what `memory_filled` has put there."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
-    return tensor.dtype is torch.bool or bool((tensor == torch.iinfo(tensor.dtype).max).any())

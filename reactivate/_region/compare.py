@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from reactivate._passes.check import NOTHING, OUTPUTS, Check
-from reactivate._passes.uninitialised import Filled, is_of_memory_filled, may_hold_fill
+from reactivate._passes.uninitialised import Filled
 from reactivate._region import errors_text
 from reactivate._saved_calls.saved_call import SETTLING_CODE
-from reactivate._torch.modes import run_unseen
 from reactivate._torch.modules import is_distributed_run
 from reactivate.errors import ReactivateError
 
@@ -39,9 +37,8 @@ def compare(region: Region, again: Callable[[], Any]) -> None:
         tensor, place = forward.doubtful[0]
         raise region.options.exception(errors_text.modified_input(region, place, tensor))
     of_storages = (number for number, (_, code, _) in enumerate(region.saved) if code is SETTLING_CODE)
-    candidates = forward.without_graph().difference(of_storages)
-    differing = candidates & forward.differences(first, candidates)
-    if is_read_the_same or (number is None and not differing):
+    unsure = forward.unsure().difference(of_storages)
+    if is_read_the_same or (number is None and not unsure & forward.differences(first, unsure)):
         return
     is_deterministic, unwritten, given = None, NOTHING, NOTHING
     if not is_distributed_run():  # other ranks would wait in the collectives of a second one
@@ -53,10 +50,7 @@ def compare(region: Region, again: Callable[[], Any]) -> None:
                 return
             raise
         # What an op or a custom function makes for itself may be memory that holds anything.
-        given = (differing & filled.given) - forward.written_by_ops(first)
-        if second is not None and differing - given and threading.active_count() == 1:
-            given |= _computed(region, forward, first, again, differing - given)
-            again()  # with the ops' usual algorithms: the backward gets what was recomputed last
+        given = unsure & filled.given
         if filled.is_used and second is not None:
             others = [_again(region, forward, again, Filled(value)) for value in (1, 1, 0)]
             unwritten = _unwritten(second, others, given)
@@ -82,33 +76,6 @@ def _unwritten(zero: Check, others: list[Check | None], given: frozenset[int]) -
     if one is None or one_again is None or zero_again is None:
         return NOTHING
     return zero.differences(one, given) - one.differences(one_again, given) - zero.differences(zero_again, given)
-
-
-def _computed(
-    region: Region, forward: Check, first: Check, again: Callable[[], Any], numbers: frozenset[int]
-) -> frozenset[int]:
-    """Return which of these saved tensors differ for another reason than memory that an op has not written to.
-
-    Three recomputations have the same values in all such memory. A tensor that changes between them depends on other
-    state. So does one that is as in the first recomputation, which had anything there, if nothing in it can be that value.
-    """
-    passes: list[Check] = []
-    known, whole = numbers, numbers
-    for _ in range(3):
-        try:
-            found = _again(region, forward, again, Filled(0, with_ops=True))
-        except Exception:  # what is there is read, as an index maybe
-            return NOTHING
-        if found is None:
-            return NOTHING
-        passes.append(found)
-        values = {number: region.values[number][0] for number in numbers if number in region.values}
-        known &= {number for number, value in values.items() if run_unseen(is_of_memory_filled, value)}
-        whole -= {number for number, value in values.items() if run_unseen(may_hold_fill, value)}
-    one, two, three = passes
-    known -= one.written_by_ops(two) | two.written_by_ops(three)
-    steady = whole - first.differences(three, numbers)
-    return known & (one.differences(two, numbers) | two.differences(three, numbers) | steady)
 
 
 def _again(region: Region, forward: Check, again: Callable[[], Any], filled: Filled) -> Check | None:

@@ -380,7 +380,6 @@ calls_regions(_run_for_more.__code__)
 
 def _note_end(region: Region, check: Check) -> None:
     """Let the checksums of a pass that came to its end be those that are compared with the forward's."""
-    check.settle()
     if region.check is not None:
         region.check.recomputed = check
 

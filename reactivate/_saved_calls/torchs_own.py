@@ -181,7 +181,9 @@ def _named(fn: FunctionType, kind: type | None) -> Iterator[Named]:
             value = space.get(name)
             if callable(value):
                 yield space, name, value
-            elif isinstance(value, ModuleType) and value.__name__.startswith("torch") and id(value) not in seen:
+            elif (
+                isinstance(value, ModuleType) and value.__name__.partition(".")[0] == "torch" and id(value) not in seen
+            ):
                 seen.add(id(value))
                 yield space, name, value
                 todo.append((vars(value), attributes & vars(value).keys()))

@@ -60,12 +60,10 @@ def asking(func: Any, kwargs: dict[str, Any] | None) -> Any:
 def _running(func: Any, caller: FrameType) -> Any:
     """Return the function that asks a mode by a frame, told of `func`."""
     if caller.f_code is not _TELLS:  # a method in C
-        return func if is_torchs_function(func) or type(func).__module__.startswith("torch") else _method(func)
+        return func if is_torchs_function(func) or _is_torchs_object(func) else _method(func)
     asks: Any = caller.f_back
     code = asks.f_code
-    if type(func) is FunctionType and func.__code__ is code:
-        return func
-    if type(func).__module__.startswith("torch"):
+    if (type(func) is FunctionType and func.__code__ is code) or _is_torchs_object(func):
         return func
     names = asks.f_globals
     if not _is_torchs(names):  # a function of the user's own may let another one ask for it
@@ -73,6 +71,10 @@ def _running(func: Any, caller: FrameType) -> Any:
     # So do some of torch's.
     is_its_part = is_torchs_function(func) and getattr(names.get(code.co_name), "__code__", None) is code
     return func if is_its_part else _function_of(code, asks)
+
+
+def _is_torchs_object(func: Any) -> bool:
+    return type(func).__module__.partition(".")[0] == "torch"  # an op
 
 
 def is_torchs_function(function: Any) -> bool:

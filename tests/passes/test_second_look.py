@@ -168,6 +168,20 @@ class Scratch(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0][: len(gradient)]
 
 
+class Pointers(torch.autograd.Function):
+    """Saves addresses, as kernels for groups of matrices take them: they are others each time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        own = x.cos()
+        ctx.save_for_backward(own, torch.tensor([own.data_ptr(), id(object())]))
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
 def capacity(x: Tensor) -> Tensor:
     """A mask of rows of which some are not written to, and none of these is used."""
     chosen = torch.empty(8, 1, dtype=torch.uint8)
@@ -176,7 +190,17 @@ def capacity(x: Tensor) -> Tensor:
     return (rows * (chosen < 16))[:4]
 
 
-OPS = [rrelu, rrelu_with_noise, ctc, recurrent, nn.Dropout(0.3), nn.MaxPool1d(2), Scratch.apply, capacity]
+OPS = [
+    rrelu,
+    rrelu_with_noise,
+    ctc,
+    recurrent,
+    nn.Dropout(0.3),
+    nn.MaxPool1d(2),
+    Scratch.apply,
+    Pointers.apply,
+    capacity,
+]
 
 
 @each("fn", OPS, ids=str)
@@ -192,6 +216,41 @@ def test_memory_of_an_op_is_not_compared(fn: Callable[[Tensor], Tensor]) -> None
         return found
 
     check_program(Program(train, recomputations=12))
+
+
+def test_a_table_that_an_op_fills_in_part_is_no_other_op() -> None:
+    def train(wrap: Wrap) -> Any:
+        checkpointed, found = wrap(ctc, check="every"), []
+        for size in range(4):
+            junk = [torch.rand(count) for count in (16, 80, 160, 320) for _ in range(size)]
+            del junk
+            x = leaf(4, 20)
+            backward(checkpointed(x * 2))
+            found.append(x.grad)
+        return found
+
+    check_program(Program(train, recomputations=4))
+
+
+ONE: dict[str, Callable[[Tensor], Tensor]] = {
+    "column": lambda x: x.tanh()[:, 0],
+    "expanded": lambda x: x.sum().expand(1),
+    "step": lambda x: x.tanh().flatten()[::5],
+    "diagonal": lambda x: x.tanh().t().diagonal(),
+    "complex": lambda x: torch.complex(x, x)[:, 0].abs(),
+    "half": lambda x: x.bfloat16().tanh()[:, 3].float(),
+}
+
+
+@pytest.mark.parametrize("check", ["first", "every"])
+@each("name", ONE, ids=str)
+def test_one_element_may_have_any_stride(name: str, check: str) -> None:
+    def train(wrap: Wrap) -> Any:
+        x = leaf(1, 5)
+        backward(wrap(lambda x: ONE[name](x).sin(), check=check)(x))
+        return x.grad
+
+    check_program(Program(train))
 
 
 @each("count", [1, 7, 33, 257], ids=str)

@@ -40,7 +40,9 @@ METHODS: dict[str, Call] = {
 
 
 class Halved:
-    """A callable object in the place of a function."""
+    """A callable object in the place of a function, of a package that is near torch."""
+
+    __module__ = "torchnear.patches"
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         self.function = function
