@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reactivate._inspect.entries import Entry, layer_of, seconds_of
+from reactivate._inspect.entries import Entry, layer_of, total_seconds
 from reactivate._inspect.explanation import Explanation
+from reactivate._inspect.explanation_table import milliseconds
 from reactivate._modules.paths import THE_MODEL, is_below
 from reactivate._region.accounts import in_words
 from reactivate._text.saving import Tabled, check_saved, no_such
@@ -76,7 +77,7 @@ class Comparison(Tabled):
                 sum(item.kept_bytes for item in _walk(before.get(path, ()))),
                 sum(item.kept_bytes for item in _walk(after.get(path, ()))),
                 sum(item.recomputed_bytes for item in _walk(after.get(path, ())) if item.kind == "region"),
-                seconds_of(_walk(after.get(path, ()))),
+                total_seconds(item.seconds for item in _walk(after.get(path, ()))),
             )
             for path in dict.fromkeys([*before, *after])
         )
@@ -150,17 +151,13 @@ def _action(path: str, entries: Sequence[Entry], regions: Mapping[str, Sequence[
     )
     if around is not None:
         return f"inside of {around or THE_MODEL}"
-    inside = [_below(path, entry) for entry in entries if entry.kind == "region"]
+    inside = [entry.path_inside(path) for entry in entries if entry.kind == "region"]
     if not inside:
         return "keep"
-    calls = [f"{_below(path, item)} {item.name}".strip() for item in _walk(entries) if item.kind == "saved call"]
+    calls = [f"{item.path_inside(path)} {item.name}".strip() for item in _walk(entries) if item.kind == "saved call"]
     saved = list(dict.fromkeys(calls))
     but = f"but {', '.join(saved) if len(saved) <= MOST_CALLS else counted(len(saved), 'saved call')}" if saved else ""
     return " ".join(filter(None, ["recompute", ", ".join(dict.fromkeys(filter(None, inside))), but]))
-
-
-def _below(path: str, entry: Entry) -> str:
-    return entry.path.removeprefix(path).lstrip(".")
 
 
 def _shape(change: LayerChange) -> tuple[object, ...]:
@@ -175,8 +172,7 @@ def _cells(run: Sequence[LayerChange]) -> list[str]:
 
 
 def _figures(run: Sequence[LayerChange]) -> list[str]:
-    timed = [change.seconds for change in run if change.seconds is not None]
     before, after = (sum(getattr(change, name) for change in run) for name in ("before_bytes", "after_bytes"))
     recomputed = sum(change.recomputed_bytes for change in run)
-    seconds = f"{1000 * sum(timed):.2f}" if timed else ""
-    return [in_words(before), in_words(after), in_words(recomputed) if recomputed else "", seconds]
+    times = milliseconds(total_seconds(change.seconds for change in run))
+    return [in_words(before), in_words(after), in_words(recomputed) if recomputed else "", times]

@@ -57,6 +57,10 @@ class Entry:
         """Return the bytes kept for this site, without those of the sites inside."""
         return self.input_bytes + self.snapshot_bytes + self.result_bytes
 
+    def path_inside(self, around: str) -> str:
+        """Return the path as it is written inside of the region or the layer `around`."""
+        return self.path.removeprefix(around).lstrip(".")
+
     def walk(self) -> Iterator[Entry]:
         """Iterate over this site and everything inside."""
         yield self
@@ -74,12 +78,14 @@ def merged(entries: Sequence[Entry]) -> Entry:
     """Return the first of some sites that are alike, with the sums of all; the sites inside as well."""
     sums = {name: sum(getattr(entry, name) for entry in entries) for name in SUMMED}
     inside = tuple(merged(alike) for alike in zip(*(entry.inside for entry in entries)))
-    return dataclasses.replace(entries[0], seconds=seconds_of(entries), inside=inside, **sums)
+    return dataclasses.replace(
+        entries[0], seconds=total_seconds(entry.seconds for entry in entries), inside=inside, **sums
+    )
 
 
-def seconds_of(entries: Iterable[Entry]) -> float | None:
-    """Return the seconds of all entries that have some; None if none has."""
-    timed = [entry.seconds for entry in entries if entry.seconds is not None]
+def total_seconds(seconds: Iterable[float | None]) -> float | None:
+    """Return the sum of those that there are; None if there is none."""
+    timed = [each for each in seconds if each is not None]
     return sum(timed) if timed else None
 
 

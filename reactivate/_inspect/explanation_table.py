@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from reactivate._inspect.entries import Entry, merged, seconds_of
+from reactivate._inspect.entries import Entry, merged, total_seconds
 from reactivate._modules.paths import THE_MODEL
 from reactivate._region.accounts import in_words
 from reactivate._text.table import Column, Row, Table
@@ -43,26 +44,18 @@ def _without_empty(rows: Sequence[Row]) -> tuple[list[Column], list[Row]]:
 
 def _rows(entries: Iterable[Entry], depth: int = 0, around: str = "") -> Iterator[Row]:
     """A row for each entry; one for several that are alike, with their sums."""
-    for group in _grouped(entries):
+    for _, run in itertools.groupby(entries, _shape):
+        group = list(run)
         yield Row(_cells(group, around), depth)
         if group[0].reason:
             yield Row([f"again, as {group[0].reason}"], depth + 1)
         yield from _rows(merged(group).inside, depth + 1, group[0].path)
 
 
-def _grouped(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    group: list[Entry] = []
-    for entry in entries:
-        if group and not (entry.kind in _FOLDED and _shape(entry) == _shape(group[0])):
-            yield group
-            group = []
-        group.append(entry)
-    if group:
-        yield group
-
-
-def _shape(entry: Entry) -> tuple[Entry, ...]:
-    """Return what two layers have in common that do the same."""
+def _shape(entry: Entry) -> object:
+    """Return what two layers have in common that do the same; what shares no row has nothing in common with others."""
+    if entry.kind not in _FOLDED:
+        return object()
     return tuple(
         dataclasses.replace(item, path=item.path.removeprefix(entry.path), seconds=None, inside=())
         for item in entry.walk()
@@ -75,17 +68,12 @@ def _cells(group: Sequence[Entry], around: str) -> list[str]:
     what = ", inputs" if entry.kind == "region" else ""
     action = entry.action + (f"{what} to {entry.storage}" if entry.storage else "")
     return [
-        _named(entry, alike([_inside_of(around, entry.path) for entry in group]), around),
+        _named(entry, alike([entry.path_inside(around) for entry in group]), around),
         action,
         *(in_words(size) if size else "" for size in sizes),
-        _milliseconds(entry.seconds),
+        milliseconds(entry.seconds),
         _short(entry.source),
     ]
-
-
-def _inside_of(around: str, path: str) -> str:
-    """Return a path as it is written inside of the region or the layer `around`."""
-    return path.removeprefix(around).lstrip(".")
 
 
 def _named(entry: Entry, path: str, around: str) -> str:
@@ -96,7 +84,8 @@ def _named(entry: Entry, path: str, around: str) -> str:
     return " ".join(filter(None, (path, entry.name)))
 
 
-def _milliseconds(seconds: float | None) -> str:
+def milliseconds(seconds: float | None) -> str:
+    """Return the time of recomputations as a table has it: empty if there were none."""
     return "" if seconds is None else f"{1000 * seconds:.2f}"
 
 
@@ -110,4 +99,4 @@ def _total(entries: Iterable[Entry]) -> Row:
     kept = [sum(getattr(entry, name) for entry in found) for name in ("input_bytes", "snapshot_bytes", "result_bytes")]
     recomputed = sum(entry.recomputed_bytes for entry in found if entry.kind == "region")
     sizes = (in_words(size) if size else "" for size in (*kept, recomputed))
-    return Row(["all", "", *sizes, _milliseconds(seconds_of(found))], is_total=True)
+    return Row(["all", "", *sizes, milliseconds(total_seconds(entry.seconds for entry in found))], is_total=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from reactivate._backends import backends
+from reactivate._bits import elements_in_a_row
 from reactivate._checkpoint import checkpoint
 from reactivate._inspect.arguments import example_of
 from reactivate._inspect.fake import has_no_memory, tensors_of
@@ -190,12 +191,7 @@ def _is_same(one: Any, other: Any) -> bool:
         one, other = one.to_dense(), other.to_dense()
     if type(one) is not Tensor:
         return torch.equal(one, other)
-    return torch.equal(_bits(one), _bits(other))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    return torch.equal(*(elements_in_a_row(item).view(torch.uint8) for item in (one, other)))
 
 
 def _by_how_much(one: Any, other: Any) -> str:
