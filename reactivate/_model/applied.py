@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch.nn import Module
 
 from reactivate._compilers.graph import contexts_for
 from reactivate._model.cache_watch import CacheWatch
-from reactivate._model.forwards import (
-    BudgetForward,
-    FoundForward,
-    HeadForward,
-    RegionForward,
-    SavedForward,
-    SpansForward,
-)
+from reactivate._model.forwards import FoundForward
 from reactivate._model.handle import FORWARD, AppliedForward, Handle, own_forward_of
 from reactivate._model.selection import Selection
 from reactivate._region.options import Options
@@ -29,7 +22,16 @@ from reactivate.policies._unmatched import Unmatched
 
 
 class Applied:
-    """One policy on one model: what its regions share."""
+    """One policy on one model: what its regions share.
+
+    Attributes:
+        policy, options: the policy, and the options of its regions.
+        handle: what undoes it.
+        unmatched: the parts of the policy that have matched nothing so far.
+        cache_watch: what measures the first calls of regions.
+        inputs: {path: storage} of the regions whose inputs go to one.
+        root: what it was applied to; None in a copy.
+    """
 
     def __init__(self, policy: Policy, options: Options) -> None:
         self.policy = policy
@@ -37,8 +39,8 @@ class Applied:
         self.handle = Handle(policy)
         self.unmatched = Unmatched(policy, "apply")
         self.cache_watch = CacheWatch()
-        self.inputs: dict[str, Storage] = {}  # of the regions whose inputs go to a storage
-        self.root: weakref.ref[Module] | None = None  # what it was applied to; None in a copy
+        self.inputs: dict[str, Storage] = {}
+        self.root: weakref.ref[Module] | None = None
 
     def attach(self, model: Module) -> None:
         """Take the place of the `forward` of the regions and the saved modules of `model`."""
@@ -51,14 +53,8 @@ class Applied:
         chosen = Selection(model, self.policy, self.unmatched)
         self.inputs = chosen.inputs
         found: dict[int, AppliedForward] = {}
-        for kind, path, module in kinds_in(chosen):
-            hidden = found.get(id(module)) or own_forward_of(module)
-            if kind is SpansForward:
-                found[id(module)] = SpansForward(self, module, path, hidden, chosen.spans[path])
-            elif kind is BudgetForward:
-                found[id(module)] = BudgetForward(self, module, path, hidden, chosen.shares[path])
-            else:
-                found[id(module)] = kind(self, module, path, hidden)
+        for kind, path, module, more in chosen.forwards:
+            found[id(module)] = kind(self, module, path, found.get(id(module)) or own_forward_of(module), *more)
         self.unmatched.regions = self.cache_watch.regions = len(self.handle.regions)
         self.handle.kept = chosen.kept_beside()
         if not found and isinstance(self.policy, ReadyMade) and self.policy._is_found:
@@ -66,6 +62,12 @@ class Applied:
         return list(found.values())
 
     def options_of(self, path: str, within: str, module: weakref.ref[Module]) -> Options:
+        """Return the options of a region.
+
+        Args:
+            path: of the region.
+            within, module: the module that it is, or that it is a span of, and the path of that.
+        """
         policy = self.policy._inside(path) if isinstance(self.policy, ReadyMade) else self.policy
         interest = interest_of(policy)
         choice = in_graph = None
@@ -88,19 +90,3 @@ class Applied:
         applied.unmatched.parts = []  # that is the original's affair
         applied.cache_watch.is_done = True  # so is that
         return applied
-
-
-def kinds_in(chosen: Selection) -> Iterator[tuple[type[AppliedForward], str, Module]]:
-    """Yield the chosen modules, each with its path and the class of what is to stand in for its `forward`.
-
-    A module may be there twice: the spans in it first, then the module around them.
-    """
-    yield from ((SpansForward, path, chosen.at(path)) for path in chosen.spans)
-    kinds = (
-        (RegionForward, chosen.regions),
-        (SavedForward, chosen.saved),
-        (HeadForward, chosen.heads),
-        (BudgetForward, chosen.budgets),
-    )
-    for kind, modules in kinds:
-        yield from ((kind, path, module) for path, module in modules.items())

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._model.applied import Applied, kinds_in
-from reactivate._model.handle import FORWARD, AppliedForward, Handle, Owner, forward_of, forwards_of
+from reactivate._model.applied import Applied
+from reactivate._model.handle import FORWARD, AppliedForward, Handle, forward_of, forwards_of
 from reactivate._model.per_call import AppliedPerCall, CalledForward
 from reactivate._model.selection import Selection
 from reactivate._options import CheckMode, make_options
@@ -178,7 +178,7 @@ def _repeated(model: Module, found: AppliedForward, policy: Policy, options: Opt
     )
 
 
-def _placed_on(model: Module, applied: Owner) -> set[tuple[int, type, str]]:
+def _placed_on(model: Module, applied: Applied) -> set[tuple[int, type, str]]:
     return {
         (id(module), kind, forward.path if forward.applied is applied else f"{forward.path} of another policy")
         for module, forward in forwards_of(model)
@@ -190,4 +190,4 @@ def _chosen_on(model: Module, policy: Policy) -> set[tuple[int, type, str]]:
     if isinstance(policy, PerCall):  # what is below the model's own call depends on the calls that there were
         return {(id(model), CalledForward, "")}
     chosen = Selection(model, policy, Unmatched(policy, "apply"))
-    return {(id(module), kind, path) for kind, path, module in kinds_in(chosen)}
+    return {(id(module), kind, path) for kind, path, module, _ in chosen.forwards}

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import is_grad_enabled
@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from torch.nn import Module, Sequential
 
 from reactivate._loss.logits import call_by_rows
-from reactivate._model.handle import AppliedForward, Handle, Owner
+from reactivate._model.handle import AppliedForward, Handle
 from reactivate._modules.spans import SequentialSpan, SpanPlace, kind_of_span, members_of
 from reactivate._passes.logs import current_log
 from reactivate._region.options import Options
@@ -23,11 +23,14 @@ from reactivate._run import run_region, run_untraced
 from reactivate._torch.dynamo import budget_in_graph, has_budgets_in_graphs
 from reactivate.errors import UnsupportedError, UsageError
 
+if TYPE_CHECKING:
+    from reactivate._model.applied import Applied
+
 
 class RegionForward(AppliedForward):
     """The module is a region."""
 
-    def __init__(self, applied: Owner, module: Module, path: str, hidden: Any = None) -> None:
+    def __init__(self, applied: Applied, module: Module, path: str, hidden: Any = None) -> None:
         super().__init__(applied, module, path, hidden)
         self.options = applied.options_of(path, path, self._module)
 
@@ -42,7 +45,7 @@ class RegionForward(AppliedForward):
 
 
 def _run_watched(
-    applied: Owner, path: str, options: Options, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    applied: Applied, path: str, options: Options, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     watch = applied.cache_watch
     runner = run if watch.is_done else functools.partial(watch.run, path)
@@ -53,7 +56,7 @@ class SpansForward(AppliedForward):
     """The module is a `Sequential`, and spans of its members are regions."""
 
     def __init__(
-        self, applied: Owner, module: Module, path: str, hidden: Any = None, places: tuple[SpanPlace, ...] = ()
+        self, applied: Applied, module: Module, path: str, hidden: Any = None, places: tuple[SpanPlace, ...] = ()
     ) -> None:
         self._places = places
         super().__init__(applied, module, path, hidden)
@@ -82,7 +85,7 @@ class SpanRegion:
         sequential: a reference to the `Sequential`, whose members may be replaced from call to call.
     """
 
-    def __init__(self, applied: Owner, place: SpanPlace, sequential: weakref.ref[Module]) -> None:
+    def __init__(self, applied: Applied, place: SpanPlace, sequential: weakref.ref[Module]) -> None:
         self.place = place
         self._applied = applied
         self._sequential = sequential
@@ -161,7 +164,7 @@ class BudgetForward(AppliedForward):
     Nothing recomputes where it is not compiled after all: then the memory that was planned does not hold, so it raises.
     """
 
-    def __init__(self, applied: Owner, module: Module, path: str, hidden: Any = None, share: float = 1.0) -> None:
+    def __init__(self, applied: Applied, module: Module, path: str, hidden: Any = None, share: float = 1.0) -> None:
         if not has_budgets_in_graphs:
             raise UnsupportedError(
                 f"apply: the policy lets torch's compiler keep {share:.0%} of {path!r}, which torch does since 2.13; this is "

@@ -10,19 +10,20 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, MethodType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from reactivate._model.cache_watch import CacheWatch
 from reactivate._modules.paths import THE_MODEL
 from reactivate._modules.standin import Cover
-from reactivate._region.options import Options
 from reactivate._snapshot.shadows import forget_shadows
 from reactivate._text.words import counted, described
 from reactivate._types import Policy
 from reactivate.errors import UsageError
 from reactivate.policies._base import shortened
+
+if TYPE_CHECKING:
+    from reactivate._model.applied import Applied
 
 FORWARD = "forward"
 
@@ -122,31 +123,6 @@ class Handle:
         return "\n".join(lines)
 
 
-class Owner(Protocol):
-    """A policy on a model, as its regions see it.
-
-    Attributes:
-        policy, options: the policy, and the options of its regions.
-        handle: what undoes it.
-        cache_watch: what measures the first calls of regions.
-        root: what it was applied to; None in a copy.
-    """
-
-    policy: Policy
-    options: Options
-    handle: Handle
-    cache_watch: CacheWatch
-    root: weakref.ref[Module] | None
-
-    def options_of(self, path: str, within: str, module: weakref.ref[Module]) -> Options:
-        """Return the options of a region.
-
-        Args:
-            path: of the region.
-            within, module: the module that it is, or that it is a span of, and the path of that.
-        """
-
-
 class AppliedForward(Cover):
     """Stand in for a module's `forward`: a part of the module, and copied with it."""
 
@@ -155,7 +131,7 @@ class AppliedForward(Cover):
         """Return the kind of what the policy selects the module as; None where other modules are the reason."""
         return type(self)
 
-    def __init__(self, applied: Owner, module: Module, path: str, hidden: Any = None) -> None:
+    def __init__(self, applied: Applied, module: Module, path: str, hidden: Any = None) -> None:
         self.applied = applied
         self.path = path
         self.hidden = hidden

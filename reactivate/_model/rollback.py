@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from reactivate._bits import checksum
+from reactivate._bits import checksum_of
 from reactivate._model.handle import FORWARD, AppliedForward
 from reactivate._snapshot.call import Call
 from reactivate._torch.ops import flatten
@@ -59,7 +59,7 @@ class Rollback:
             leaves |= {id(item): item for item in module.parameters(recurse=False)}
         leaves |= {id(item): item for item in reach.reached() if item.is_leaf and item.requires_grad}
         self._leaves = [(leaf, leaf._version) for leaf in leaves.values()]
-        self._sums = [(leaf, checksum(_flat(leaf))) for leaf in leaves.values() if _has_sum(leaf)]
+        self._sums = [(leaf, checksum_of(_here(leaf.detach()))) for leaf in leaves.values() if _has_sum(leaf)]
         self._gradients = [(leaf, leaf.grad, _on_host(leaf.grad)) for leaf in leaves.values()]
         buffers = {id(item): item for module in self.modules for item in module.buffers(recurse=False)}
         self._buffers = [(item, item.detach().clone()) for item in buffers.values()]
@@ -105,7 +105,7 @@ class Rollback:
 
     def not_put_back(self) -> str:
         """Say what has other bits than before the step, once all was put back: `.data` is written to without a trace."""
-        if all(torch.equal(checksum(_flat(leaf)), known) for leaf, known in self._sums):
+        if all(torch.equal(checksum_of(_here(leaf.detach())), known) for leaf, known in self._sums):
             return ""
         return "the step had changed parameters itself"
 
@@ -232,13 +232,7 @@ def _here(tensor: Tensor) -> Tensor:
 
 def _has_sum(leaf: Tensor) -> bool:
     here = _here(leaf.detach())
-    return (
-        type(here) in (Tensor, Parameter) and here.layout is torch.strided and not (here.is_meta or here.is_complex())
-    )
-
-
-def _flat(leaf: Tensor) -> Tensor:
-    return _here(leaf.detach()).reshape(-1)
+    return type(here) in (Tensor, Parameter) and here.layout is torch.strided and not here.is_meta
 
 
 def _namespaces_of(module: Module) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.nn import Module
 
+from reactivate._model.forwards import BudgetForward, HeadForward, RegionForward, SavedForward, SpansForward
+from reactivate._model.handle import AppliedForward
 from reactivate._model.span_selection import by_sequential, spans_named
 from reactivate._modules.blocks import blocks_of, siblings_of
 from reactivate._modules.paths import THE_MODEL
@@ -28,10 +30,8 @@ class Selection:
         regions: {path: module} of those that are recomputed.
         spans: {path of a `Sequential`: the spans of its members that are recomputed, each as one}.
         inputs: {path: storage} of the regions whose inputs go to one.
-        saved: {path: module} of those that are saved inside of a region.
-        heads: {path: module} of those outside of regions whose loss is computed by rows.
-        budgets: {path: module} of those of which torch's compiler keeps a share.
-        shares: {path: that share}.
+        forwards: of each chosen module the class of what is to stand in for its `forward`, the path, the module, and what
+            that class takes beside these. A module may be there twice: the spans in it first, then the module around them.
 
     Raises:
         UsageError: a part of the policy is for another model, or matches nothing.
@@ -57,10 +57,17 @@ class Selection:
         self.spans = by_sequential(place for path, place in places.items() if path in recomputed)
         self.inputs = {path: action.inputs for path, _, action in those(Recompute) if action.inputs is not DEVICE}
         self._inside = {id(inner) for module in recomputed.values() for inner in module.modules()}
-        self.saved = {path: module for path, module, _ in those(Save) if id(module) in self._inside}
-        self.heads = {path: module for path, module, _ in those(LossByRows) if id(module) not in self._inside}
-        self.budgets = {path: module for path, module, _ in those(CompilerBudget)}
-        self.shares = {path: action.share for path, _, action in those(CompilerBudget)}
+        self.forwards: list[tuple[type[AppliedForward], str, Module, tuple[Any, ...]]] = [
+            *((SpansForward, path, self._at(path), (row,)) for path, row in self.spans.items()),
+            *((RegionForward, path, module, ()) for path, module in self.regions.items()),
+            *((SavedForward, path, module, ()) for path, module, _ in those(Save) if id(module) in self._inside),
+            *(
+                (HeadForward, path, module, ())
+                for path, module, _ in those(LossByRows)
+                if id(module) not in self._inside
+            ),
+            *((BudgetForward, path, module, (action.share,)) for path, module, action in those(CompilerBudget)),
+        ]
         self._cross_off(unmatched)
         self._refuse_unmatched(unmatched)
 
@@ -74,7 +81,7 @@ class Selection:
         return (part(site) for part in parts_of(self._policy) if isinstance(part, ReadyMade))
 
     def _cross_off(self, unmatched: Unmatched) -> None:
-        taken = self.saved.keys() | self.heads.keys() | self.budgets.keys()
+        taken = {path for kind, path, *_ in self.forwards if kind not in (SpansForward, RegionForward)}
         for _, site in self._sites:
             for part in list(unmatched.parts):
                 action = part(site)
@@ -123,8 +130,7 @@ class Selection:
             "exclude(full(), recompute_modules(...))."
         )
 
-    def at(self, path: str) -> Module:
-        """Return the module of the model at a path."""
+    def _at(self, path: str) -> Module:
         return next(module for module, site in self._sites if site.path == path)
 
     def _recomputed(self) -> Iterator[tuple[str, Module]]:
@@ -137,11 +143,12 @@ class Selection:
         """Return {path: reason} of the layers with parameters that share a list with a block that is a region."""
         blocks = {id(module) for module, site in self._sites if site.block is not None}
         lists = {path.rpartition(".")[0]: path for path, module in self._recomputed() if id(module) in blocks}
+        budgets = {path for kind, path, *_ in self.forwards if kind is BudgetForward}
         kept: dict[str, str] = {}
         for path in lists.values():
             for place, sibling in siblings_of(self._model, path).items():
                 is_around = any(id(inner) in self._inside for inner in sibling.modules())
-                if place not in self.budgets and not is_around and any(True for _ in sibling.parameters()):
+                if place not in budgets and not is_around and any(True for _ in sibling.parameters()):
                     kept[place] = _reason(sibling, id(sibling) in blocks)
         return kept
 

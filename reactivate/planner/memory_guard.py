@@ -9,7 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 from torch.distributed import ProcessGroup
 from torch.nn import Module
 
-from reactivate._model.handle import FORWARD, AppliedForward, Owner
+from reactivate._model.applied import Applied
+from reactivate._model.handle import FORWARD, AppliedForward
 from reactivate._model.rollback import Rollback
 from reactivate._region.accounts import add_note, in_words, is_shortage
 from reactivate._text.keywords import refuse_unknown
@@ -240,7 +241,7 @@ def _in_short(error: Exception) -> str:
     )
 
 
-def _applied_in(modules: Iterable[Module]) -> Owner:
+def _applied_in(modules: Iterable[Module]) -> Applied:
     """Return the plan, with its model, among these modules.
 
     Raises:

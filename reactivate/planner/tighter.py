@@ -14,8 +14,8 @@ from typing import TypeVar
 import torch
 from torch.nn import Module
 
+from reactivate._model.applied import Applied
 from reactivate._model.apply import apply
-from reactivate._model.handle import Owner
 from reactivate._modules.paths import is_below
 from reactivate._modules.spans import SpanPlace
 from reactivate._region.accounts import is_shortage
@@ -56,7 +56,7 @@ class Ladder:
     def __init__(self) -> None:
         self._tries = self._had = 0
 
-    def below(self, applied: Owner, shortage: Exception | None) -> Plan | AdaptivePlan | None:
+    def below(self, applied: Applied, shortage: Exception | None) -> Plan | AdaptivePlan | None:
         """Return a tighter plan; None for a rank that was not short, and that plans for itself.
 
         Args:
@@ -126,7 +126,7 @@ class Ladder:
             return "no plan takes less memory"
         return f"it has run {counted(self._had, 'more time')}, the last under the least plan that there is"
 
-    def settle(self, applied: Owner) -> None:
+    def settle(self, applied: Applied) -> None:
         """The step has run: a budget that no plan holds for its shape becomes what its plan takes.
 
         Args:
@@ -173,14 +173,14 @@ def let_go(error: BaseException | None) -> None:
         torch.accelerator.empty_cache()
 
 
-def root_of(applied: Owner) -> Module:
+def root_of(applied: Applied) -> Module:
     """Return the model of a plan."""
     root = None if applied.root is None else applied.root()
     assert root is not None
     return root
 
 
-def replace_plan(applied: Owner, plan: Plan | AdaptivePlan) -> None:
+def replace_plan(applied: Applied, plan: Plan | AdaptivePlan) -> None:
     """Apply another plan to the model of one, with the same options."""
     options = applied.options
     apply(
