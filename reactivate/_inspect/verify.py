@@ -16,7 +16,7 @@ from reactivate._bits import elements_in_a_row
 from reactivate._checkpoint import checkpoint
 from reactivate._inspect.arguments import example_of
 from reactivate._inspect.fake import has_no_memory, tensors_of
-from reactivate._inspect.step import Change, Outcome, Step
+from reactivate._inspect.step import Change, Step
 from reactivate._inspect.under import under
 from reactivate._model.cache_watch import Caller, called
 from reactivate._passes.observing import without_regions
@@ -127,16 +127,26 @@ def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | No
             )
         call = Step(model, *example)
         with without_regions():
-            plain, again = call.run(model), call.run(model)
-        difference = _first_difference(plain.results, again.results)
-        if difference is not None:
-            return _verdict(plain, again, difference, is_deterministic=False)
-        with called(Caller("verify")):
-            ours = call.run(model, change or nullcontext)
-            if is_whole := change is None and not ours.regions:
-                ours = call.run(checkpoint(model))
+            plain, ours = call.run(model), call.run(model)
         difference = _first_difference(plain.results, ours.results)
-        return _verdict(plain, ours, difference, is_deterministic=True, is_whole=is_whole)
+        is_deterministic, is_whole = difference is None, False
+        if is_deterministic:
+            with called(Caller("verify")):
+                ours = call.run(model, change or nullcontext)
+                if is_whole := change is None and not ours.regions:
+                    ours = call.run(checkpoint(model))
+            difference = _first_difference(plain.results, ours.results)
+        return Verdict(
+            is_same=difference is None,
+            difference=difference,
+            is_deterministic=is_deterministic,
+            compared=len(plain.results),
+            regions=ours.regions,
+            recomputations=ours.recomputations,
+            plain_bytes=plain.kept_bytes,
+            kept_bytes=ours.kept_bytes,
+            is_whole=is_whole,
+        )
 
 
 @contextmanager
@@ -147,22 +157,6 @@ def _op_by_op() -> Iterator[None]:
             if backend.is_initialized():
                 stack.enter_context(backend.op_by_op())
         yield
-
-
-def _verdict(
-    plain: Outcome, ours: Outcome, difference: str | None, *, is_deterministic: bool, is_whole: bool = False
-) -> Verdict:
-    return Verdict(
-        is_same=difference is None,
-        difference=difference,
-        is_deterministic=is_deterministic,
-        compared=len(plain.results),
-        regions=ours.regions,
-        recomputations=ours.recomputations,
-        plain_bytes=plain.kept_bytes,
-        kept_bytes=ours.kept_bytes,
-        is_whole=is_whole,
-    )
 
 
 def _first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
