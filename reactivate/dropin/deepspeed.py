@@ -65,9 +65,6 @@ settings = DeepSpeedOptions()
 
 tally = Tally()
 
-replaced: dict[str, Any] = {}
-"""DeepSpeed's own functions, by name, that those of this instance are in the place of."""
-
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`deepspeed.checkpointing.checkpoint` on this engine: the same arguments and meanings.

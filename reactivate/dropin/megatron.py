@@ -43,9 +43,6 @@ _AUTOCAST = AutocastState()
 
 tally = Tally()
 
-replaced: dict[str, Any] = {}
-"""Megatron's own functions, by name, that those of this instance are in the place of."""
-
 
 def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
     """`megatron.core.tensor_parallel.checkpoint` on this engine: the same arguments and meanings.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import click
@@ -10,10 +10,9 @@ import torch
 from torch.nn import Module
 
 import reactivate
-from reactivate._types import Policy
 from reactivate.cli.options import POLICY, REPORTING, TARGET, policy_of
 from reactivate.cli.outcome import Code, answer
-from reactivate.cli.target import Request, Subject, subject_of
+from reactivate.cli.target import Request, subject_of
 from reactivate.cli.where import device_here
 from reactivate.errors import UsageError
 from reactivate.report import Comparison, Explanation
@@ -43,23 +42,16 @@ def explain(
     subject = subject_of(Request(target, settings, **sizes, device=where, on_meta=is_fake and where is None))
     if isinstance(subject.model, Module) and any(item.is_meta for item in subject.model.parameters()):
         subject = subject.to(torch.device("meta"))  # the inputs too
-    if compare and policy is None:
-        raise UsageError("--compare needs the policy to compare the plain model with: --plan or --policy.")
-    explained = _compared if compare else _explained
-    found: Explanation | Comparison = explained(subject, policy, is_fake)
+    call, fake = (subject.model, subject.args, subject.kwargs), is_fake or None
+    found: Explanation | Comparison
+    if compare:
+        if policy is None:
+            raise UsageError("--compare needs the policy to compare the plain model with: --plan or --policy.")
+        found = reactivate.compare(*call, policy=policy, fake=fake)
+    else:
+        if policy is not None and not isinstance(subject.model, Module):
+            raise UsageError("--plan and --policy are applied to a module, and TARGET made a function.")
+        with nullcontext() if policy is None else reactivate.apply(subject.model, policy):
+            found = reactivate.explain(*call, fake=fake)
     answer(as_json, found.to_json(), found)
     return Code.YES
-
-
-def _compared(subject: Subject, policy: Policy | None, is_fake: bool) -> Comparison:
-    assert policy is not None
-    return reactivate.compare(subject.model, subject.args, subject.kwargs, policy=policy, fake=is_fake or None)
-
-
-def _explained(subject: Subject, policy: Policy | None, is_fake: bool) -> Explanation:
-    with ExitStack() as stack:
-        if policy is not None:
-            if not isinstance(subject.model, Module):
-                raise UsageError("--plan and --policy are applied to a module, and TARGET made a function.")
-            stack.callback(reactivate.apply(subject.model, policy).remove)
-        return reactivate.explain(subject.model, subject.args, subject.kwargs, fake=is_fake or None)

@@ -85,8 +85,8 @@ class Recipe:
         raise NotImplementedError
 
     def settings(self) -> Settings:
-        """The other options of `reactivate.apply`."""
-        raise NotImplementedError
+        """Return the other options of `reactivate.apply`."""
+        return Settings()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.to_dict().items())})"

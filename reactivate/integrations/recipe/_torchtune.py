@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from reactivate._types import DEVICE, Policy, Storage
 from reactivate.errors import UsageError
-from reactivate.integrations.recipe._base import OP_OR_NUMBER, Example, Recipe, Settings, check_op_or_number
+from reactivate.integrations.recipe._base import OP_OR_NUMBER, Example, Recipe, check_op_or_number
 from reactivate.integrations.recipe._layers import every, layers_of, recompute
 from reactivate.integrations.recipe._selective_op import selective_op
 from reactivate.policies import full, none
@@ -65,9 +65,6 @@ class Torchtune(Recipe):
         if self.ac_option == "op":
             return selective_op(layers)
         return recompute(every(layers, int(self.ac_option or 0), "ac_option"))
-
-    def settings(self) -> Settings:
-        return Settings()
 
 
 def _is_layer(module: Module) -> bool:
