@@ -262,12 +262,16 @@ def test_a_step_that_draws_which_layers_run() -> None:
     assert policy_of(model).budget_bytes < plan.plain.peak_bytes
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 @pytest.mark.parametrize("undo_optimizer", [False, True])
-def test_parameters_that_the_step_itself_writes_to_without_a_trace(model: Model, undo_optimizer: bool) -> None:
+def test_parameters_that_the_step_itself_writes_to_without_a_trace(
+    model: Model, undo_optimizer: bool, dtype: torch.dtype
+) -> None:
+    written = model.scale = nn.Parameter(torch.ones(3, dtype=dtype))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def step() -> None:
-        model.embed.weight.data.mul_(0.5)
+        written.data.mul_(0.5)
         loss_of(model(tokens(4, 64))).backward()
         optimizer.step()
         model.fails("after the optimizer" if undo_optimizer else "before the optimizer")
