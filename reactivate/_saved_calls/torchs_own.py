@@ -1,4 +1,4 @@
-"""Whether a call of torch's own runs no code but torch's: what it is given is torch's, and so is all that its code names.
+"""Calls of torch's own that run no code but torch's: what they are given is torch's, and so is all that their code names.
 
 Only of such a call is known beforehand what it may do. Code of the user's may run in any other: of a tensor subclass among
 the arguments or the weights, in a function that is an argument, or in a patch somewhere below.
@@ -74,7 +74,7 @@ def _is_of_module(kind: type) -> bool:
 
 
 class _NamedCode:
-    """What some code of torch's names, itself and through other functions of torch's.
+    """The names in some code of torch's, and in other functions of torch's that it calls.
 
     Args:
         found: the names that may be called, with what they stand for: None where there is nothing yet.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import torch
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from reactivate._model.apply import apply
@@ -137,8 +138,8 @@ class Planner:
             plain = self._simulator.first(self.profile.costs)
         self.step.check_ran(any(plain.calls), any(op.is_backward for op in plain.ops))
         self.fixed = replace(self.fixed, gradients=self.step.gradient_bytes)  # known by now
-        self._called = {call.path: call for turn in plain.calls for call in turn}
-        self.units = {path: unit for path, unit in self.units.items() if path in self._called}
+        units = self.units
+        self._note_called(plain, units)
         self.plain_seconds = plain.seconds * self.profile.scale
         if self.target.is_here and not self._is_profiled:
             plain = self._measure(plain)  # by now libraries have taken their workspaces
@@ -150,8 +151,14 @@ class Planner:
             self.profile = replace(self.profile, others_bytes=others)
         self.fixed = replace(self.fixed, others=self.profile.others_bytes)
         self.optimizer_bytes = 0 if self.optimizer is None else self.fixed.total + self.profile.optimizer_bytes[1]
+        self._note_called(plain, units)  # which may be others when the step runs again
         self.plain = plain
         self.plain_summary = self._summarize(plain, {})
+
+    def _note_called(self, plain: Trace, units: Mapping[str, Module]) -> None:
+        """Take as units those that the step calls."""
+        self._called = {call.path: call for turn in plain.calls for call in turn}
+        self.units = {path: unit for path, unit in units.items() if path in self._called}
 
     def _check_room(self) -> None:
         """See to it that the device of each rank has room for what is there all the time, as far as that is known."""

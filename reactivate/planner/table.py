@@ -226,9 +226,8 @@ class CandidateTable:
         blocks: list[tuple[Option, ...]] = []
         for index, (path, plain) in enumerate(zip(self.plain.treated, self.plain.calls)):
             more = corrections.get(2 * index + 1, 0)
-            known = {} if path is None else self._known(path, menus.get(path, ()))
-            # Decided where it is called first, which holds for all calls; or not called when the units were listed.
-            if path is None or path in seen or path not in menus:
+            known = {} if path is None else self._known(path, menus[path])
+            if path is None or path in seen:  # decided where it is called first, which holds for all calls
                 most = max((0, *(change.need_bytes for change in known.values())))
                 blocks.append((Option(KEEP.name, 0.0, plain.held_bytes, plain.need_bytes + most + more),))
                 continue

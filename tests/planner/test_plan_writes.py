@@ -316,7 +316,7 @@ def test_what_only_some_of_equal_blocks_call_is_tried_there() -> None:
 
 @pytest.mark.parametrize("runs", [0, 1])
 def test_a_step_that_calls_other_blocks_when_it_runs_again_is_said(runs: int, tmp_path: Path) -> None:
-    """How often it has run is in a file, which planning does not set back."""
+    """The number of its runs is in a file, which planning does not set back."""
     model, x = made(lambda: nn.Sequential(*(Block() for _ in range(4))))
     log = tmp_path / "log"
     log.write_text("." * runs)
