@@ -30,7 +30,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import count, groupby, pairwise, repeat
 from operator import attrgetter, itemgetter
 from typing import TypeVar
@@ -43,15 +42,7 @@ Item = TypeVar("Item")
 
 
 class Infeasible(Exception):
-    """No choice of a chain fits the budget: the chain is its argument."""
-
-    @cached_property
-    def least_bytes(self) -> int:
-        """The smallest budget that one fits: found out when it is asked for, since that takes as long as a budget does."""
-        return Problem(self.args[0]).least_bytes
-
-    def __str__(self) -> str:
-        return f"No choice fits the budget: the smallest that one fits is {self.least_bytes} bytes."
+    """No choice of a chain fits the budget."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +98,11 @@ class Solution:
         options: in the order of the blocks.
         seconds: how much longer a step takes, waits for copies included.
         peak_bytes: the most that is alive at any moment.
-        stored_bytes: what the storage keeps.
     """
 
     options: tuple[Option, ...]
     seconds: float
     peak_bytes: int
-    stored_bytes: int = 0
 
     @property
     def own_seconds(self) -> float:
@@ -123,18 +112,15 @@ class Solution:
 
 @dataclass(frozen=True)
 class Chain:
-    """Blocks that run one after the other, and backward in reverse.
+    """Blocks that run one after the other, and backward in reverse. Times and stored bytes are numbers from 0 on.
 
     Args:
-        menus: for each block the options to choose from.
+        menus: for each block the options to choose from; with a storage that has a limit, one that moves nothing among them.
         outside: for k from 0 to the number of blocks, the most bytes alive while no block runs and exactly the first k hold,
             above what these hold: the embedding has k = 0, the head and the loss have the last.
         limit_bytes: the most that the storage may keep; None for any number.
         in_flight: how many blocks' tensors may be on their way out at a time; 0: each copy is waited for.
         spans: what may be done with several blocks as one, in place of an option of each.
-
-    Raises:
-        ValueError: the parts do not fit together, or an option has an impossible time.
 
     Examples:
         >>> from reactivate.planner.solve import Chain, Option
@@ -149,20 +135,6 @@ class Chain:
     limit_bytes: int | None = None
     in_flight: int = 1
     spans: tuple[Span, ...] = ()
-
-    def __post_init__(self) -> None:
-        count = len(self.menus)
-        if len(self.outside) != count + 1 or not all(self.menus):
-            raise ValueError(
-                f"A chain of {count} blocks needs an option for each, and {count + 1} numbers of bytes outside."
-            )
-        if any(not 0 <= span.start < span.start + len(span.options) <= count for span in self.spans):
-            raise ValueError(f"A span is not within a chain of {count} blocks.")
-        for option in (option for menu in self.menus for option in menu):
-            copies = option.transfer
-            times = [option.seconds, *([copies.out_seconds, copies.back_seconds] if copies else [])]
-            if not all(0 <= seconds < math.inf for seconds in times) or (copies and copies.stored_bytes < 0):
-                raise ValueError(f"Times and stored bytes must be numbers from 0 on: {option}.")
 
     def solution_of(self, options: Iterable[Option]) -> Solution:
         """Return the solution that these options make, one for each block."""
@@ -183,9 +155,8 @@ class Chain:
             allowed = (self.in_flight - 1) * sent
             waited += max(0, out - allowed) + max(0, back - backward)
             out, back = max(0, min(out, allowed) + sent - forward), fetched
-        stored = sum(option.transfer.stored_bytes for option in options if option.transfer is not None)
         seconds = math.fsum([*(option.seconds for option in options), math.ldexp(waited, -_TICK_BITS)])
-        return Solution(options, seconds, peak, stored)
+        return Solution(options, seconds, peak)
 
 
 def _ticks(seconds: float) -> int:
@@ -285,10 +256,8 @@ class Problem:
             else:
                 self._endings.append(self._thinned(list(ever_faster(endings, _TIME))))
         self._whole = self._endings[-1]
-        if not self._whole and math.isinf(most_bytes):
-            raise ValueError(f"Whatever is chosen, the storage would keep more than {chain.limit_bytes} bytes.")
         if not self._whole:
-            raise Infeasible(chain)
+            raise Infeasible
         self.least_bytes: int = self._whole[0][0]
 
     def _moves_at(self, start: int) -> list[_Move]:
@@ -372,11 +341,11 @@ class Problem:
         """Return the fastest solution whose peak is within the budget; of several, the one with the smallest peak.
 
         Raises:
-            Infeasible: there is none. It says from which budget on there is.
+            Infeasible: there is none.
         """
         fitting = [ending for ending in self._whole if ending[0] <= budget_bytes]
         if not fitting:
-            raise Infeasible(self._chain)
+            raise Infeasible
         ending = min(fitting, key=_TIME_AND_NEED)
         options: list[Option] = []
         while len(options) < len(self._moves):
