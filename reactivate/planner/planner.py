@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import torch
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from reactivate._model.apply import apply
@@ -50,7 +49,7 @@ from reactivate.planner.solve import ever_faster
 from reactivate.planner.step import BLOCKS, StepFacts, TrainingStep
 from reactivate.planner.table import CandidateTable, TraceSummary, plan_rounds, summarize
 from reactivate.planner.target import Target, available_bytes
-from reactivate.planner.trace.records import Costs, Trace
+from reactivate.planner.trace.records import Costs, Trace, UnitCall
 from reactivate.planner.units import find_units, module_class_name, unit_digests
 
 
@@ -138,8 +137,8 @@ class Planner:
             plain = self._simulator.first(self.profile.costs)
         self.step.check_ran(any(plain.calls), any(op.is_backward for op in plain.ops))
         self.fixed = replace(self.fixed, gradients=self.step.gradient_bytes)  # known by now
-        units = self.units
-        self._note_called(plain, units)
+        units, self._called = self.units, _calls_in(plain)
+        self.units = {path: unit for path, unit in units.items() if path in self._called}
         self.plain_seconds = plain.seconds * self.profile.scale
         if self.target.is_here and not self._is_profiled:
             plain = self._measure(plain)  # by now libraries have taken their workspaces
@@ -151,14 +150,11 @@ class Planner:
             self.profile = replace(self.profile, others_bytes=others)
         self.fixed = replace(self.fixed, others=self.profile.others_bytes)
         self.optimizer_bytes = 0 if self.optimizer is None else self.fixed.total + self.profile.optimizer_bytes[1]
-        self._note_called(plain, units)  # which may be others when the step runs again
+        called = _calls_in(plain)  # of other blocks, perhaps, when it runs again
+        self.units = {path: unit for path, unit in units.items() if path in called}
+        self._called = {**called, **self._called}  # the first knows all functions
         self.plain = plain
         self.plain_summary = self._summarize(plain, {})
-
-    def _note_called(self, plain: Trace, units: Mapping[str, Module]) -> None:
-        """Take as units those that the step calls."""
-        self._called = {call.path: call for turn in plain.calls for call in turn}
-        self.units = {path: unit for path, unit in units.items() if path in self._called}
 
     def _check_room(self) -> None:
         """See to it that the device of each rank has room for what is there all the time, as far as that is known."""
@@ -496,3 +492,7 @@ _LARGER = (
     "Its candidates are blocks that are recomputed: make the batch smaller",
 )
 """What to do about the memory of a compiled step: of the whole model, and of its blocks."""
+
+
+def _calls_in(trace: Trace) -> dict[str, UnitCall]:
+    return {call.path: call for turn in trace.calls for call in turn}
