@@ -148,11 +148,8 @@ class StateLock:
         end: float | None = monotonic() + PATIENCE_SECONDS
         try:
             while not may(entry):
-                held_up = [
-                    other
-                    for other in self.inside
-                    if not _is_around(other, entry) and waits_for(other.thread, entry.thread)
-                ]
+                others = [other for other in self.inside if not _is_around(other, entry)]
+                held_up = [other for other in others if waits_for(other.thread, entry.thread)]
                 if held_up:  # they go on when this has ended: it is as if it ran on their thread
                     entry.around = (*entry.around, *held_up)
                     continue

@@ -203,11 +203,12 @@ OPS = [
 ]
 
 
-@each("fn", OPS, ids=str)
-def test_memory_of_an_op_is_not_compared(fn: Callable[[Tensor], Tensor]) -> None:
+def among_junk(fn: Callable[[Tensor], Tensor], steps: int, **options: Any) -> Program:
+    """Train among memory that holds something else at each step."""
+
     def train(wrap: Wrap) -> Any:
-        checkpointed, found = wrap(fn), []
-        for size in range(12):
+        checkpointed, found = wrap(fn, **options), []
+        for size in range(steps):
             junk = [torch.rand(count) for count in (16, 80, 160, 320) for _ in range(size)]
             del junk
             x = leaf(4, 20)
@@ -215,21 +216,16 @@ def test_memory_of_an_op_is_not_compared(fn: Callable[[Tensor], Tensor]) -> None
             found.append(x.grad)
         return found
 
-    check_program(Program(train, recomputations=12))
+    return Program(train, recomputations=steps)
+
+
+@each("fn", OPS, ids=str)
+def test_memory_of_an_op_is_not_compared(fn: Callable[[Tensor], Tensor]) -> None:
+    check_program(among_junk(fn, 12))
 
 
 def test_a_table_that_an_op_fills_in_part_is_no_other_op() -> None:
-    def train(wrap: Wrap) -> Any:
-        checkpointed, found = wrap(ctc, check="every"), []
-        for size in range(4):
-            junk = [torch.rand(count) for count in (16, 80, 160, 320) for _ in range(size)]
-            del junk
-            x = leaf(4, 20)
-            backward(checkpointed(x * 2))
-            found.append(x.grad)
-        return found
-
-    check_program(Program(train, recomputations=4))
+    check_program(among_junk(ctc, 4, check="every"))
 
 
 ONE: dict[str, Callable[[Tensor], Tensor]] = {
