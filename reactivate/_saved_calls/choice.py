@@ -17,6 +17,7 @@ from torch.nn.functional import multi_head_attention_forward
 
 from reactivate._modules.paths import modules_below
 from reactivate._saved_calls.torchs_own import are_torchs, is_torchs_alone, is_torchs_forward
+from reactivate._torch.dynamo import COMPILED_CODE
 from reactivate._torch.modes import without_function_modes
 from reactivate._torch.ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from reactivate._types import Action, Policy, Save, Site
@@ -76,7 +77,7 @@ class CallDecision(NamedTuple):
 
     def of_call(self, fn: Any, args: Any, kwargs: dict[str, Any]) -> CallDecision:
         """Return the decision on one call, in which code of the user's may run although the function is torch's."""
-        if self.is_users:
+        if self.is_users or self.op == COMPILED_CODE:  # which writes to its arguments alone, and empties the list of them
             return self
         if not (are_torchs(args) and (not kwargs or are_torchs(kwargs.values()))):
             return self.of_users()
