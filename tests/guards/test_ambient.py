@@ -134,9 +134,7 @@ SETTINGS: list[tuple[str, Callable[[], AbstractContextManager[Any]], Callable[[T
 CASES = [(*setting, where) for setting in SETTINGS for where in ("forward", "backward", "both")]
 
 
-@pytest.mark.parametrize(
-    ("name", "context", "fn", "where"), CASES, ids=lambda value: value if isinstance(value, str) else ""
-)
+@each(("name", "context", "fn", "where"), CASES, ids=[f"{case[0]}, {case[-1]}" for case in CASES])
 def test_setting(name: str, context: Callable[[], Any], fn: Callable[[Tensor], Tensor], where: str) -> None:
     """Active around the forward, around the backward, around both: as without checkpointing."""
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 from mechanisms import MECHANISMS
 from oracle import Watched, assert_alike
+from several import each
 from torch import Tensor, nn
 
 import reactivate
@@ -233,7 +234,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("state", UNSEEN)
+@each("state", UNSEEN)
 def test_unseen_state_behind_the_last_saved_tensor(state: str) -> None:
     def make() -> Callable[[Tensor], Tensor]:
         use = UNSEEN[state]()
@@ -287,8 +288,8 @@ def sums_of(tensor: Tensor) -> Check:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 @pytest.mark.parametrize("size", [1, 2, 7, 100, 1_100_003])
+@each("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 def test_a_difference_of_rounding_size(size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     exact = torch.randn(size, dtype=torch.complex128 if dtype.is_complex else torch.float64)

@@ -141,7 +141,7 @@ def test_a_device_of_ones_own(tmp_path: Path) -> None:
     assert load(saved(path, asdict(find("B200")))) == find("B200")
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "message"),
     [
         (

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from count_ops import Seen
+from several import each
 from torch import Tensor, nn
 
 import reactivate
@@ -80,7 +81,7 @@ ALL = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "featu
 
 
 @pytest.mark.parametrize("needs_gradient", [True, False])
-@pytest.mark.parametrize("name", CALLS)
+@each("name", CALLS)
 def test_calls(name: str, needs_gradient: bool) -> None:
     call, shape = CALLS[name]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import Case, check, compare, flatten, leaf
+from several import each
 from state_programs import Holding
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
@@ -269,8 +270,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize("name", MODULES)
+@each("scenario", SCENARIOS)
 def test_state(name: str, scenario: Callable[[nn.Module, Any], Any]) -> None:
     in_training(MODULES[name], scenario)
 

@@ -183,7 +183,7 @@ def in_closure(held: Tensor, linear: nn.Module) -> Callable[[Tensor], Tensor]:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("where", [in_attribute, in_buffer, in_closure])
-@pytest.mark.parametrize("name", HELD)
+@each("name", HELD)
 def test_a_tensor_that_is_merely_held(name: str, where: Any, options: str) -> None:
     def make() -> Any:
         linear = nn.Linear(4, 4)
@@ -193,7 +193,7 @@ def test_a_tensor_that_is_merely_held(name: str, where: Any, options: str) -> No
         assert_right(make, **OPTIONS[options])
 
 
-@pytest.mark.parametrize("name", HELD)
+@each("name", HELD)
 def test_an_argument_that_is_merely_held(name: str) -> None:
     linear = nn.Linear(4, 4)
 

@@ -61,7 +61,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("is_undone", [False, True])
-@pytest.mark.parametrize(("change", "name", "kind"), CASES)
+@each(("change", "name", "kind"), CASES)
 def test_a_buffer_that_is_read_another_way_between(change: str, name: str, kind: torch.dtype, is_undone: bool) -> None:
     def run(wrap: Callable[[nn.Module], Any]) -> list[Any]:
         module = Table(SHAPES[name], kind)
@@ -81,7 +81,7 @@ def test_a_buffer_that_is_read_another_way_between(change: str, name: str, kind:
     assert compare(run).recomputations >= 4
 
 
-@pytest.mark.parametrize(("change", "name", "kind"), CASES)
+@each(("change", "name", "kind"), CASES)
 def test_a_forward_that_reads_its_buffer_another_way(change: str, name: str, kind: torch.dtype) -> None:
     def run(wrap: Callable[[Any], Any]) -> list[Any]:
         module = Table(SHAPES[name], kind)
