@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from torch.nn import Module
 
+from reactivate._torch.dynamo import compiled_call_of, is_wrapped_by_compiler
+
 THE_MODEL = "the model itself"
 """The path of a model in words: in `named_modules()` it is empty."""
 
@@ -21,18 +23,32 @@ def is_below(path: str, above: str) -> bool:
     return not above or path == above or path.startswith(f"{above}.")
 
 
-def modules_below(root: Module, path: str) -> Iterator[tuple[str, Module]]:
-    """Yield (path, module) of the modules inside of `root`, which has `path`, as `named_modules` does, unseen and faster."""
+def modules_below(root: Module, path: str, *, is_compiled: bool) -> Iterator[tuple[str, Module, bool]]:
+    """Yield the modules inside of a module, as `named_modules` does, unseen and faster.
+
+    Args:
+        root: the module.
+        path: its path.
+        is_compiled: whether compiled code calls what is inside of it.
+
+    Yields:
+        The path of a module, the module, and whether compiled code calls it.
+    """
     seen = {id(root)}
-    todo: list[tuple[str, Module]] = [(path, root)]
+    todo: list[tuple[str, Module, bool]] = [(path, root, is_compiled)]
     while todo:
-        path, module = todo.pop()
+        path, module, is_compiled = todo.pop()
         if module is not root:
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            yield path, module
+            yield path, module, is_compiled
         children = module.__dict__["_modules"]
         if children:
             prefix = path + "." if path else ""
-            todo += [(prefix + name, child) for name, child in reversed(children.items()) if child is not None]
+            is_compiled = is_compiled or is_wrapped_by_compiler(module)
+            todo += [
+                (prefix + name, child, is_compiled or compiled_call_of(child) is not None)
+                for name, child in reversed(children.items())
+                if child is not None
+            ]

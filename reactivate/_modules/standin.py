@@ -50,6 +50,10 @@ class Placed:
                 del attributes[NAME]
             else:
                 attributes[NAME] = placed.hidden
+            placed.forget()
+
+    def forget(self) -> None:
+        """Do what there is to do when it stands there no more."""
 
 
 class StandIn(Placed):

@@ -17,7 +17,7 @@ from torch.nn.functional import multi_head_attention_forward
 
 from reactivate._modules.paths import modules_below
 from reactivate._saved_calls.torchs_own import are_torchs, is_torchs_alone, is_torchs_forward
-from reactivate._torch.dynamo import COMPILED_CODE
+from reactivate._torch.dynamo import COMPILED_CODE, compiled_call_of
 from reactivate._torch.modes import without_function_modes
 from reactivate._torch.ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from reactivate._types import Action, Policy, Save, Site
@@ -77,7 +77,9 @@ class CallDecision(NamedTuple):
 
     def of_call(self, fn: Any, args: Any, kwargs: dict[str, Any]) -> CallDecision:
         """Return the decision on one call, in which code of the user's may run although the function is torch's."""
-        if self.is_users or self.op == COMPILED_CODE:  # which writes to its arguments alone, and empties the list of them
+        if (
+            self.is_users or self.op == COMPILED_CODE
+        ):  # which writes to its arguments alone, and empties the list of them
             return self
         if not (are_torchs(args) and (not kwargs or are_torchs(kwargs.values()))):
             return self.of_users()
@@ -141,6 +143,7 @@ class Choice:
         self.sees_functions = self.interest.any_function
         self.decisions: dict[Any, CallDecision] = {}
         self.ignored: set[Any] = set()  # functions that are of no interest
+        self._is_applied = is_applied
         self._modules: dict[str, CallDecision] = {}
         self._names: dict[str, CallDecision] = {}
         self._selects_modules = self.interest.modules and not is_applied
@@ -152,10 +155,14 @@ class Choice:
             The module, its path, and the decision on its calls: None if they only say where functions are called.
         """
         root = None if self._root is None or not (self._selects_modules or self.interest.paths) else self._root()
-        for path, module in () if root is None else modules_below(root, self.path):
+        if root is None:
+            return
+        is_root_compiled = not self._is_applied and compiled_call_of(root) is not None
+        for path, module, is_compiled in modules_below(root, self.path, is_compiled=is_root_compiled):
             decision = self.of_module(module, path) if self._selects_modules else None
             is_saved = decision is not None and decision.is_of_interest
-            if is_saved or self.interest.paths:
+            # Compiled code is recomputed, and has one graph for equal modules as long as each has the `forward` of its class.
+            if not is_compiled and (is_saved or self.interest.paths):
                 yield module, path, decision if is_saved else None
 
     def look_at(self, function: Any) -> CallDecision:

@@ -6,6 +6,7 @@ functions by their class (see `functions`), and named functions because `reactiv
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import finalize, ref
@@ -181,25 +182,36 @@ class _LoggingMode(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
+_kept: dict[int, SeenForward] = {}
+"""By the id of its module: what torch.compile has traced holds as long as the same object stands there."""
+
+
 class SeenForward(Placed):
     """Takes calls of a module to the log at work on the thread that calls it, while any log needs it.
 
     `apply` puts something in the place of a `forward` for as long as a policy is applied. This is for the other modules.
+    Each has one, which holds nothing of the module while it does not stand there.
     """
 
-    __slots__ = ("_forward", "_key", "_users")
+    __slots__ = ("_forward", "_key", "_module", "_users")
 
     def __init__(self, module: Module) -> None:
+        self._key, self._users = id(module), 0
+        self._module = ref(module, functools.partial(_kept.pop, self._key))
+        self._stand_in_for(module)
+
+    def _stand_in_for(self, module: Module) -> None:
         super().__init__(module)
-        self._forward = module.forward
-        self._key = id(module)
-        self._users = 0
+        self._forward: Any = module.forward
+
+    def forget(self) -> None:
+        self._attributes, self.hidden, self._forward = {}, None, None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # It may go between the moment at which another thread finds it here and this one.
+        forward = self._forward or self._module().forward  # type: ignore[union-attr]
         log = None if is_compiling() else current_log()
-        return (
-            self._forward(*args, **kwargs) if log is None else log.call_module(self._key, self._forward, args, kwargs)
-        )
+        return forward(*args, **kwargs) if log is None else log.call_module(self._key, forward, args, kwargs)
 
     def leave(self, entered: list[SeenForward]) -> None:
         """One log less needs it: it is the last one of those that the log has `entered`, until that is done."""
@@ -215,9 +227,21 @@ class SeenForward(Placed):
         with changing:
             placed = module.__dict__.get(NAME)
             if not isinstance(placed, cls):
-                placed = module.__dict__[NAME] = cls(module)
+                placed = cls._found_or_made(module)
+                module.__dict__[NAME] = placed
             placed._users += 1
             entered.append(placed)
+
+    @classmethod
+    def _found_or_made(cls, module: Module) -> SeenForward:
+        kept = _kept.get(id(module))
+        if kept is None:
+            kept = _kept[id(module)] = cls(module)
+        elif kept._forward is None:
+            kept._stand_in_for(module)
+        else:  # it stands there, below something else
+            return cls(module)
+        return kept
 
 
 def objects_in(args: Any, kwargs: dict[str, Any]) -> list[Any]:

@@ -682,7 +682,8 @@ def test_a_module_of_the_folder_is_found_and_stdout_has_json_alone(tmp_path: Pat
     done = process(["-c", script, "plan", "mine:make", "--budget", "100%", "--json"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(reactivate.Plan.from_json(json.loads(done.stdout)).decisions) == 2
-    assert done.stderr == ""
+    progress = done.stderr.splitlines()  # where that takes long
+    assert all(line.startswith("plan: ") for line in progress), done.stderr
     done = process(["-m", "reactivate", "plan", "mine:none"], tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: TARGET 'mine:none'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import reactivate
+from reactivate import Save, Site, policies
 from reactivate._passes.observing import observed_by
 from reactivate.errors import UnsupportedError
 
@@ -289,6 +291,53 @@ def test_inside_is_bitwise(backend: str) -> None:
     assert_same(*results)
     assert counts[0] == counts[1] >= 1, "neither the engine nor a recomputation is compiled"
     assert ran.regions == ran.recomputations == 9
+
+
+def save_linears(site: Site) -> Save | None:
+    return Save() if site.op == "linear" and site.path else None
+
+
+def compile_in_place(model: Model, backend: Any) -> None:
+    for block in model.blocks:
+        block.compile(backend=backend)
+
+
+def compile_with_a_wrapper(model: Model, backend: Any) -> None:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend=backend)
+
+
+def compile_the_forward(model: Model, backend: Any) -> None:
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=backend)
+
+
+@pytest.mark.parametrize("is_made_anew", [False, True], ids=["made once", "made in each call"])
+@pytest.mark.parametrize("policy", [save_linears, policies.save_modules("*up")], ids=["function", "modules"])
+@pytest.mark.parametrize("place", ["model", "block"])
+@pytest.mark.parametrize("how", [compile_in_place, compile_with_a_wrapper, compile_the_forward])
+@pytest.mark.parametrize("backend", EXACT_BACKENDS)
+def test_a_policy_of_modules_around_compiled_ones(
+    backend: str, how: Callable[..., None], place: str, policy: Any, is_made_anew: bool
+) -> None:
+    """The compiler traces what it traces without a region, and no step after the first makes it trace again."""
+    results, counts = [], []
+    for wrap in (plain, functools.partial(reactivate.checkpoint, policy=policy)):
+        torch._dynamo.reset()
+        counter, ran = CompileCounterWithBackend(backend), Ran()
+        made = functools.cache(wrap) if not is_made_anew else wrap
+        model = make(made if place == "block" else plain)
+        how(model, counter)
+        with observed_by(ran):
+            for steps in (1, 11):
+                results.append(
+                    gradients(model, lambda x: (made if place == "model" else plain)(model)(x), [(4, 16)] * steps)
+                )
+                counts.append(counter.frame_count)
+    assert_same([*results[0], *results[1]], [*results[2], *results[3]])
+    assert ran.regions == ran.recomputations == 12 * (3 if place == "block" else 1)
+    assert counts[0] == counts[1] >= 1
+    assert counts[2] == counts[3] == (3 if how is compile_the_forward else counts[0])
 
 
 def bias_gelu(y: Tensor, bias: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -391,6 +392,42 @@ def test_nothing_outlives_the_backward_without_the_collector(name: str) -> None:
             step()
         after = alive()
     assert before == after, "as many tensors as after the second step"
+
+
+def test_modules_that_a_policy_has_looked_at_go_without_the_collector() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    reactivate.checkpoint(model, policy=policies.save_modules("0"))(leaf(4, 4)).sum().backward()
+    gone = [weakref.ref(model), weakref.ref(model[0])]
+    with without_collector():
+        del model
+        assert [item() for item in gone] == [None, None]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["of its class", "of its own"])
+def test_what_stood_for_a_forward_in_a_region_is_that_forward_afterwards(is_replaced: bool) -> None:
+    """Another thread may find it there, and call it when the region is over."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            if is_replaced:
+                own = self.linear.forward
+                self.linear.forward = lambda x: own(x).tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            found.append(self.linear.forward)
+            return self.linear(x.sin()).exp()
+
+    found, model, x = Journal(), Model(), leaf(4, 4)
+    own, region = model.linear.forward, reactivate.checkpoint(model, policy=policies.save_modules("linear"))
+    for _ in range(3):
+        region(x).sum().backward()
+    assert model.linear.forward == own
+    assert len(found) == 6
+    for forward in found:
+        assert forward != own
+        assert torch.equal(forward(x), own(x))
 
 
 # -- failures, threads ------------------------------------------------------------------------------------------------
