@@ -42,7 +42,8 @@ _QUIET_MODULES = frozenset(
         *(nn.GELU, nn.SiLU, nn.ReLU, nn.Softmax),
     ]
 )
-_ACCESSORS = frozenset({"get", "set", "delete"})  # of attributes such as `grad`
+# What modes are told of and computes nothing: attributes such as `grad`, and what code around ops asks and sets.
+_NO_OPS = frozenset({"get", "set", "delete", "_is_view", "_set_grad_enabled", "_set_view_replay_enabled"})
 _BY_ARGUMENTS = COPIES | ATTENTION
 # Functions written in Python that stand for many ops: these are looked at, unless the policy saves the whole.
 _OPENED = frozenset({multi_head_attention_forward})
@@ -174,9 +175,9 @@ class Choice:
             decision = decision._replace(is_opened=True)
         elif op in _BY_ARGUMENTS and self.interest.arguments:
             decision = decision._replace(is_of_interest=True)  # which of its calls are, their arguments say
-        elif op not in _ACCESSORS and (ops is None or op in ops):
+        elif op not in _NO_OPS and (ops is None or op in ops):
             decision = self._decide(decision)
-        else:
+        elif op not in _NO_OPS:
             self.unmatched.seen.add(op)
         self.decisions[function] = decision
         if not (decision.is_of_interest or decision.is_opened):

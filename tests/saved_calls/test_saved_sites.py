@@ -369,6 +369,26 @@ def test_a_policy_that_matches_only_inside_of_a_transform() -> None:
     check(make, policy=save_ops("sin"))
 
 
+def test_what_turns_gradients_off_is_no_call_of_a_policy() -> None:
+    """As a finalizer does that runs whenever the collector comes by: here in recomputations alone."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.sin()
+        if reactivate.is_recomputing():
+            with torch.no_grad():
+                pass
+        return (y * x.exp()).tanh()
+
+    asked = Journal()
+
+    def policy(at: Site) -> Save | None:
+        asked.append(at.op)
+        return None if at.op == "sin" else Save()
+
+    check(lambda: case(fn), policy=policy)
+    assert set(asked) == {"sin", "exp", "mul", "tanh"}
+
+
 # -- what is kept -----------------------------------------------------------------------------------------------------
 
 
