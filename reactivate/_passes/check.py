@@ -29,6 +29,7 @@ from reactivate._torch.flags import is_any_autocast_enabled
 from reactivate._torch.modes import run_unseen
 from reactivate._torch.ops import flatten
 from reactivate._types import Unrestored
+from reactivate.errors import ReactivateError
 
 _PLAIN = (Tensor, Parameter)
 _ROUNDINGS, _COARSE_ROUNDINGS = 64, 4
@@ -84,7 +85,7 @@ class Check:
         versions: of the outputs, by their numbers.
         has_same_results: whether a proof has found the outputs to be those of the forward.
         recomputed: those of the last recomputation that came to its end.
-        doubtful: tensors that were modified since the forward, and where: the comparison shows whether that matters.
+        doubtful: errors of tensors that were modified since the forward: the comparison shows whether that matters.
     """
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class Check:
         self.versions: dict[int, int] = {}
         self.has_same_results = False
         self.recomputed: Check | None = None
-        self.doubtful: list[tuple[Tensor, str]] = []
+        self.doubtful: list[ReactivateError] = []
 
     def note(self, number: int, tensor: Tensor) -> None:
         """Take the checksum of a tensor, if it has bits to look at that come from what the forward had."""

@@ -34,8 +34,7 @@ def compare(region: Region, again: Callable[[], Any]) -> None:
         region.proof.is_settled = True
         return
     if forward.doubtful and not is_read_the_same:
-        tensor, place = forward.doubtful[0]
-        raise region.options.exception(errors_text.modified_input(region, place, tensor))
+        raise region.options.exception(forward.doubtful[0])
     of_storages = (number for number, (_, code, _) in enumerate(region.saved) if code is SETTLING_CODE)
     unsure = forward.unsure().difference(of_storages)
     if is_read_the_same or (number is None and not unsure & forward.differences(first, unsure)):

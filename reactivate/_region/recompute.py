@@ -260,7 +260,7 @@ def _stale(region: Region, unrestored: list[Unrestored]) -> list[tuple[Tensor, s
         if is_data:
             note_written(tensor)
         if is_data and proof is None and region.check is not None and not region.is_in_forward:
-            region.check.doubtful.append((tensor, place))
+            region.check.doubtful.append(errors_text.modified_input(region, place, tensor))
         else:
             found.append((tensor, place))
     return found
