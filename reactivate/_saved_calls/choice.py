@@ -78,9 +78,8 @@ class CallDecision(NamedTuple):
 
     def of_call(self, fn: Any, args: Any, kwargs: dict[str, Any]) -> CallDecision:
         """Return the decision on one call, in which code of the user's may run although the function is torch's."""
-        if (
-            self.is_users or self.op == COMPILED_CODE
-        ):  # which writes to its arguments alone, and empties the list of them
+        # Inductor's code writes to its arguments alone, and empties the list of them.
+        if self.is_users or self.op == COMPILED_CODE:
             return self
         if not (are_torchs(args) and (not kwargs or are_torchs(kwargs.values()))):
             return self.of_users()
@@ -175,10 +174,11 @@ class Choice:
             decision = decision._replace(is_opened=True)
         elif op in _BY_ARGUMENTS and self.interest.arguments:
             decision = decision._replace(is_of_interest=True)  # which of its calls are, their arguments say
-        elif op not in _NO_OPS and (ops is None or op in ops):
-            decision = self._decide(decision)
         elif op not in _NO_OPS:
-            self.unmatched.seen.add(op)
+            if ops is None or op in ops:
+                decision = self._decide(decision)
+            else:
+                self.unmatched.seen.add(op)
         self.decisions[function] = decision
         if not (decision.is_of_interest or decision.is_opened):
             self.ignored.add(function)

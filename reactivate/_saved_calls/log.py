@@ -208,8 +208,9 @@ class SeenForward(Placed):
         self._attributes, self.hidden, self._forward = {}, None, None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # It may go between the moment at which another thread finds it here and this one.
-        forward = self._forward or self._module().forward  # type: ignore[union-attr]
+        forward = self._forward
+        if forward is None:  # it has gone since another thread found it here
+            forward = self._module().forward  # type: ignore[union-attr]
         log = None if is_compiling() else current_log()
         return forward(*args, **kwargs) if log is None else log.call_module(self._key, forward, args, kwargs)
 
