@@ -32,6 +32,19 @@ class Reasons(Watched):
         self.found += [call.reason for call in record.saved_calls]
 
 
+class Square(torch.autograd.Function):
+    """Saves its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
 def saved(fn: Fn) -> Fn:
     return reactivate.site(fn, name="saved")
 

@@ -42,13 +42,11 @@ def modules_below(root: Module, path: str, *, is_compiled: bool) -> Iterator[tup
             if id(module) in seen:
                 continue
             seen.add(id(module))
+            is_compiled = is_compiled or compiled_call_of(module) is not None
             yield path, module, is_compiled
         children = module.__dict__["_modules"]
         if children:
             prefix = path + "." if path else ""
             is_compiled = is_compiled or is_wrapped_by_compiler(module)
-            todo += [
-                (prefix + name, child, is_compiled or compiled_call_of(child) is not None)
-                for name, child in reversed(children.items())
-                if child is not None
-            ]
+            below = reversed(children.items())
+            todo += [(prefix + name, child, is_compiled) for name, child in below if child is not None]

@@ -322,8 +322,8 @@ class Matching:
         region = self.region
         saved = self.saved[index][0]
         if tensor._version > saved[3] and region.options.checks_versions:
-            # A copy that stands in for the original counts from 0, so that only the original can be ahead. Or what compiled
-            # code makes: in the call that compiles it, it may count otherwise.
+            # A copy that stands in for the original counts from 0, so that only the original can be ahead; and a constant of
+            # compiled code, if the forward was the call that compiled it.
             error = errors_text.written_before_saved(region, index, tensor)
             if self.check is None or region.check is None:
                 raise self._refuse(error)

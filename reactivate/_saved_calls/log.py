@@ -228,8 +228,7 @@ class SeenForward(Placed):
         with changing:
             placed = module.__dict__.get(NAME)
             if not isinstance(placed, cls):
-                placed = cls._found_or_made(module)
-                module.__dict__[NAME] = placed
+                placed = module.__dict__[NAME] = cls._found_or_made(module)
             placed._users += 1
             entered.append(placed)
 

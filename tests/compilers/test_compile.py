@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from functorch.compile import min_cut_rematerialization_partition
 from oracle import Ran, assert_bitwise
+from saved_call_cases import Square
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
@@ -293,25 +294,13 @@ def test_inside_is_bitwise(backend: str) -> None:
     assert ran.regions == ran.recomputations == 9
 
 
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradient
-
-
 @pytest.mark.parametrize("backend", [*EXACT_BACKENDS, "inductor"])
 def test_a_constant_that_compiled_code_makes(backend: str) -> None:
     """AOTAutograd counts its writes in another way in the call that compiles it."""
 
     def gradient(wrap: Callable[[Any], Any]) -> Tensor:
         torch._dynamo.reset()
-        compiled = torch.compile(lambda x: Squared.apply(x) @ torch.ones(8, 8), backend=backend)
+        compiled = torch.compile(lambda x: Square.apply(x) @ torch.ones(8, 8), backend=backend)
         x = torch.linspace(0, 1, 32).reshape(4, 8).requires_grad_()
         return torch.autograd.grad(wrap(lambda x: compiled(x * 1.1).exp())(x).sum(), x)[0]
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from journal import Journal
 from memory import without_collector
 from oracle import Case, assert_bitwise, assert_same, check, double_backward, leaf, run
-from saved_call_cases import Reasons, once, several
+from saved_call_cases import Reasons, Square, once, several
 from torch import Tensor, nn
 
 import reactivate
@@ -298,17 +298,6 @@ def measured(x: Tensor, w: Tensor) -> Tensor:
     with torch.inference_mode():
         size = F.linear(x, w).sin().sum().item()
     return F.linear(x, w).sin() * size
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return 2 * ctx.saved_tensors[0] * gradient
 
 
 def measured_by_a_function(x: Tensor, w: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -414,3 +415,33 @@ def test_what_a_saved_call_is_given_may_not_be_modified() -> None:
 
     with pytest.raises(MutationError, match="weight"):
         stepped(read, policies.save_names("product"))
+
+
+class OfAQueue(nn.Module):
+    """Reads a tensor that no walk finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: SimpleQueue[Tensor] = SimpleQueue()
+        self.queue.put(torch.rand(4, 4))
+
+    def next(self) -> Tensor:
+        found = self.queue.get()
+        self.queue.put(found)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.next()).sin()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_saved_tensor_that_no_walk_finds_may_not_be_modified(number: int) -> None:
+    """In calls that are compared, as the first two, the contents decide; in others the version."""
+    model, x = OfAQueue(), leaf(4, 4)
+    region = reactivate.checkpoint(model)
+    for _ in range(number - 1):
+        region(x).sum().backward()
+    out = region(x).sum()
+    model.next().mul_(2)
+    with pytest.raises(MutationError, match="a tensor from outside of it"):
+        out.backward()
