@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from types import CodeType
 from typing import Any
 from weakref import ref
 
@@ -37,12 +38,13 @@ _KEYS = re.compile(r"\[['\"]?([^'\"\]]*)['\"]?\]")
 Root = ref[Module] | None
 
 
-def contexts_for(policy: Policy, root: Root, path: str) -> Callable[[], Any]:
+def contexts_for(policy: Policy, root: Root, path: str, answers: Hashable = None) -> Callable[[], Any]:
     """A function for what torch.compile enters around a traced region and around its recomputation.
 
     Args:
         root: a reference to the module that is the region, if it is one.
         path: its path.
+        answers: of the policy; see `answers_in`.
     """
     # Dynamo takes for a constant what was made here, if that is no method, or a partial of constants made while it traces.
     if is_compiling():
@@ -51,7 +53,27 @@ def contexts_for(policy: Policy, root: Root, path: str) -> Callable[[], Any]:
     def contexts() -> Any:
         return _contexts(policy, None if root is None else root(), path)
 
+    if answers is not None:  # it knows a function by its code: no other block gets the graph of this one
+        contexts.__code__ = _code_for(contexts.__code__, answers)
     return contexts
+
+
+def answers_in(policy: Policy, module: Module, path: str) -> Hashable:
+    """Return what tells a region from one of like modules of which the policy keeps something else; None if nothing does.
+
+    Args:
+        policy: the policy.
+        module: the module that is the region.
+        path: its path.
+    """
+    answers = tuple(part._answers_in(module, path) for part in parts_of(policy) if isinstance(part, ReadyMade))
+    return None if set(answers) <= {None} else answers
+
+
+@functools.lru_cache(maxsize=1024)
+def _code_for(code: CodeType, answers: Hashable) -> CodeType:
+    """Return a copy of the code, the same for the same answers."""
+    return code.replace()
 
 
 def _contexts(policy: Policy, module: Module | None, path: str) -> Any:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, cast
 
 from torch.nn import Module
 
-from reactivate._compilers.graph import contexts_for
+from reactivate._compilers.graph import answers_in, contexts_for
 from reactivate._model.cache_watch import CacheWatch
 from reactivate._model.forwards import FoundForward
-from reactivate._model.handle import FORWARD, AppliedForward, Handle, own_forward_of
+from reactivate._model.handle import AppliedForward, Handle, own_forward_of
 from reactivate._model.selection import Selection
 from reactivate._region.options import Options
 from reactivate._saved_calls.choice import Choice
@@ -30,6 +30,8 @@ class Applied:
         unmatched: the parts of the policy that have matched nothing so far.
         cache_watch: what measures the first calls of regions.
         inputs: {path: storage} of the regions whose inputs go to one.
+        answers: {path: what tells a region from one of like modules}; see `answers_in`. Copies have those of the original,
+            since they are made before the modules are.
         root: what it was applied to; None in a copy.
     """
 
@@ -40,13 +42,14 @@ class Applied:
         self.unmatched = Unmatched(policy, "apply")
         self.cache_watch = CacheWatch()
         self.inputs: dict[str, Storage] = {}
+        self.answers: dict[str, Hashable] = {}
         self.root: weakref.ref[Module] | None = None
 
     def attach(self, model: Module) -> None:
         """Take the place of the `forward` of the regions and the saved modules of `model`."""
         self.root = weakref.ref(model)
         for forward in self.forwards_in(model):
-            forward.module().__dict__[FORWARD] = forward
+            forward.place()
 
     def forwards_in(self, model: Module) -> list[AppliedForward]:
         """Find the regions and the saved modules of `model`, and return what is to stand in for their `forward`."""
@@ -73,20 +76,29 @@ class Applied:
         choice = in_graph = None
         if interest.any_function or interest.functions or interest.names or interest.modules:
             choice = serve(Choice(policy, self.unmatched, module, within, region=path))
-            in_graph = contexts_for(policy, module, within)
+            if path not in self.answers:
+                self.answers[path] = answers_in(policy, cast(Module, module()), within)
+            in_graph = contexts_for(policy, module, within, self.answers[path])
         return self.options.of(path, choice, in_graph, self.inputs.get(path, DEVICE))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Applied:
-        return Applied._copied(self.policy, self.options, self.handle.kept, self.inputs)
+        return Applied._copied(self.policy, self.options, self.handle.kept, self.inputs, self.answers)
 
     def __reduce__(self) -> tuple[Callable[..., Applied], tuple[Any, ...]]:
-        return Applied._copied, (self.policy, self.options, self.handle.kept, self.inputs)
+        return Applied._copied, (self.policy, self.options, self.handle.kept, self.inputs, self.answers)
 
     @classmethod
-    def _copied(cls, policy: Policy, options: Options, kept: dict[str, str], inputs: dict[str, Storage]) -> Applied:
+    def _copied(
+        cls,
+        policy: Policy,
+        options: Options,
+        kept: dict[str, str],
+        inputs: dict[str, Storage],
+        answers: dict[str, Hashable],
+    ) -> Applied:
         applied = cls(policy, options)
         applied.handle.kept = dict(kept)
-        applied.inputs = dict(inputs)
+        applied.inputs, applied.answers = dict(inputs), dict(answers)
         applied.unmatched.parts = []  # that is the original's affair
         applied.cache_watch.is_done = True  # so is that
         return applied

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._model.applied import Applied
-from reactivate._model.handle import FORWARD, AppliedForward, Handle, forward_of, forwards_of
+from reactivate._model.handle import AppliedForward, Handle, forward_of, forwards_of
 from reactivate._model.per_call import AppliedPerCall, CalledForward
 from reactivate._model.selection import Selection
 from reactivate._options import CheckMode, make_options
@@ -125,8 +125,8 @@ def _take(model: Module) -> list[tuple[Module, AppliedForward]]:
 
 
 def _give_back(taken: list[tuple[Module, AppliedForward]]) -> None:
-    for module, forward in reversed(taken):  # the outermost of several in one module last
-        module.__dict__[FORWARD] = forward
+    for _, forward in reversed(taken):  # the outermost of several in one module last
+        forward.place()
 
 
 def _check(model: Any, policy: Any) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
 from reactivate._modules.paths import THE_MODEL
-from reactivate._modules.standin import Cover
+from reactivate._modules.standin import NAME, Cover, cover_in
+from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.shadows import forget_shadows
 from reactivate._text.words import counted, described
 from reactivate._types import Policy
@@ -24,8 +25,6 @@ from reactivate.policies._base import shortened
 
 if TYPE_CHECKING:
     from reactivate._model.applied import Applied
-
-FORWARD = "forward"
 
 
 class Handle:
@@ -79,8 +78,8 @@ class Handle:
         """Make the model what it was, and let go of copies of its buffers. A second time does nothing."""
         for reference in self._undo:
             module = reference()
-            forward = None if module is None else vars(module).get(FORWARD)
-            if module is not None and isinstance(forward, AppliedForward) and forward.applied.handle is self:
+            forward = None if module is None else applied_to(module)
+            if module is not None and forward is not None and forward.applied.handle is self:
                 forward.uncover(module)
         self._undo = []
         self._is_removed = True
@@ -142,12 +141,32 @@ class AppliedForward(Cover):
         """Tell the handle what stands where, for it to be undone."""
         handle._undo.append(self._module)
 
+    @property
+    def placed(self) -> Any:
+        """The method that is to stand among the module's attributes, with the signature of the module's own `forward`.
+
+        torch.compile knows a method by its code, and any other object by its identity: only with methods do blocks that are
+        compiled one by one share a graph. The model's own is no method, as accelerate would bind its function to the model.
+        """
+        kind = type(self.module())
+        if self.hidden is not None or not self.path:
+            return self
+        function: Any = FunctionType(
+            _code_in_place_of(kind), globals(), "placed"
+        )  # by this name pickle finds the method
+        function.__wrapped__ = kind.forward
+        return MethodType(function, self)
+
+    def place(self) -> None:
+        """Stand in for the `forward` of the module from here on."""
+        self.module().__dict__[NAME] = self.placed
+
     def uncover(self, module: Module) -> None:
         """Give `module` the `forward` that it had."""
         if self.hidden is None:
-            del module.__dict__[FORWARD]
+            del module.__dict__[NAME]
         else:
-            module.__dict__[FORWARD] = self.hidden
+            module.__dict__[NAME] = self.hidden
 
     def original(self) -> Callable[..., Any]:
         """The module's own `forward`."""
@@ -189,22 +208,42 @@ class AppliedForward(Cover):
         return type(self), (self.applied, self.module(), self.path, self.hidden)
 
 
+def applied_to(module: Module) -> AppliedForward | None:
+    """Return what stands in the place of the `forward` of a module; None if nothing of ours does."""
+    return _applied_in(vars(module).get(NAME))
+
+
+def _applied_in(item: Any) -> AppliedForward | None:
+    cover = cover_in(item)
+    return cover if isinstance(cover, AppliedForward) else None
+
+
 def own_forward_of(module: Module) -> Any:
     """Return the `forward` among the attributes of a module, of the user's or of a library; None if its class has it."""
-    found = vars(module).get(FORWARD)
-    while isinstance(found, AppliedForward):
-        found = found.hidden
+    found = vars(module).get(NAME)
+    while (applied := _applied_in(found)) is not None:
+        found = applied.hidden
     return found
 
 
 def forwards_of(model: Module) -> Iterator[tuple[Module, AppliedForward]]:
     """Yield what stands in the modules of a model; of several in one module, the outermost first."""
     for module in model.modules():
-        forward = vars(module).get(FORWARD)
-        while isinstance(forward, AppliedForward):
+        forward = applied_to(module)
+        while forward is not None:
             yield module, forward
-            forward = forward.hidden
+            forward = _applied_in(forward.hidden)
 
 
 def forward_of(model: Module) -> AppliedForward | None:
     return next((forward for _, forward in forwards_of(model)), None)
+
+
+def _call(self: AppliedForward, *args: Any, **kwargs: Any) -> Any:
+    return self(*args, **kwargs)
+
+
+@cached_by_class
+def _code_in_place_of(kind: type[Module]) -> CodeType:
+    """Return the code of `_call`, a copy for each class of modules: torch.compile makes so many graphs of one code."""
+    return _call.__code__.replace(co_name=f"forward of {kind.__name__}")

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from reactivate._model.applied import Applied
-from reactivate._model.handle import FORWARD, AppliedForward, own_forward_of
+from reactivate._model.handle import AppliedForward, applied_to, own_forward_of
 from reactivate._region.options import Options
 from reactivate._setting import set_to
 from reactivate._torch.dynamo import is_jit_tracing, leave_out_of_graphs
@@ -43,7 +43,7 @@ class AppliedPerCall(Applied):
     def attach(self, model: Module) -> None:
         """Take the place of the model's own `forward`; of those of regions when a policy first selects them."""
         self.root = weakref.ref(model)
-        model.__dict__[FORWARD] = CalledForward(self, model, "", own_forward_of(model))
+        CalledForward(self, model, "", own_forward_of(model)).place()
 
     def chosen_for(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen | None:
         """Return what the policy of a call does."""
@@ -61,8 +61,8 @@ class AppliedPerCall(Applied):
         chosen = {id(forward.module()): forward for forward in Applied(policy, self.options).forwards_in(model)}
         for forward in chosen.values():
             module = forward.module()
-            if not isinstance(vars(module).get(FORWARD), SwitchedForward):
-                module.__dict__[FORWARD] = SwitchedForward(self, module, forward.path, own_forward_of(module))
+            if not isinstance(applied_to(module), SwitchedForward):
+                SwitchedForward(self, module, forward.path, own_forward_of(module)).place()
         return chosen
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AppliedPerCall:

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from reactivate._bits import checksum_of
-from reactivate._model.handle import FORWARD, AppliedForward
+from reactivate._modules.standin import NAME, cover_in
 from reactivate._snapshot.call import Call
 from reactivate._torch.ops import flatten
 from reactivate.guards.rng import all_sources
@@ -118,8 +118,8 @@ class Rollback:
             groups.put_back()
         self._companions.put_back()
         for space, before in self._namespaces:
-            if FORWARD in space and isinstance(space[FORWARD], AppliedForward):  # put there by a policy, for good
-                before[FORWARD] = space[FORWARD]
+            if cover_in(placed := space.get(NAME)) is not None:  # put there by a policy, for good
+                before[NAME] = placed
             if space.keys() != before.keys() or not all(map(is_, space.values(), map(before.get, space))):
                 space.clear()
                 space.update(before)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from _thread import RLock, get_ident
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch.nn import Module
@@ -28,7 +29,14 @@ class Cover:
     @property
     def hides_users(self) -> bool:
         """Return whether what it hides, or what is hidden by that in turn, is a `forward` of another library."""
-        return self.hidden.hides_users if isinstance(self.hidden, Cover) else self.hidden is not None
+        below = cover_in(self.hidden)
+        return self.hidden is not None if below is None else below.hides_users
+
+
+def cover_in(item: Any) -> Cover | None:
+    """Return the cover that stands in a place, by itself or as what a method is bound to; None if something else does."""
+    found = item.__self__ if type(item) is MethodType else item
+    return found if isinstance(found, Cover) else None
 
 
 class Placed:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._modules.standin import Cover
+from reactivate._modules.standin import cover_in
 from reactivate._snapshot.facts import ClassFacts, facts_of_class
 from reactivate._snapshot.held import ATOMS
 from reactivate._snapshot.holders import ListHolder, NameHolder
@@ -110,7 +110,7 @@ class ModuleWalk(Walk):
             if isinstance(value, Tensor):
                 if not has_graph(value):
                     self.tensors.append(value)
-            elif isinstance(value, Cover) and not value.hides_users:
+            elif (cover := cover_in(value)) is not None and not cover.hides_users:
                 continue
             elif kind is list and not facts.is_users and name in facts.attributes:
                 self.holders.append(ListHolder(value))  # of parameters, as an LSTM has one: not to be looked into

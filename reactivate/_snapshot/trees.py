@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from reactivate._modules.standin import Cover
+from reactivate._modules.standin import cover_in
 from reactivate._snapshot.bindings import CACHED
 from reactivate._snapshot.caches import WeakIdentitySet, is_importable, is_in_its_module
 from reactivate._snapshot.held import ATOMS
@@ -166,7 +166,7 @@ class KeptTree:
         return found
 
     def _hold(self, attributes: Sequence[Any]) -> None:
-        self._covers = {index: ref(item) for index, item in enumerate(attributes) if isinstance(item, Cover)}
+        self._covers = {index: ref(item) for index, item in enumerate(attributes) if cover_in(item) is not None}
         found = [None if index in self._covers else item for index, item in enumerate(attributes)]
         self._attributes = found if all(map(self._is_known, found)) else None
 
@@ -332,7 +332,8 @@ def _all_that_is_held(tree: Tree) -> dict[int, Any] | None:
 
 def covers_nothing(item: Any) -> bool:
     """Return whether an attribute is one of ours in the place of a `forward` of the class."""
-    return isinstance(item, Cover) and not item.hides_users
+    cover = cover_in(item)
+    return cover is not None and not cover.hides_users
 
 
 def _is_fixed(item: Any, noted: dict[int, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -277,6 +277,9 @@ class _InsideUnit(OfPlanner):
             return Save(self.storage)
         calls = self.candidate.save_calls
         return Save(self.storage) if calls and name_of_function_call(site, self.unit) in calls else None
+
+    def _answers_in(self, region: Module, path: str) -> Hashable:
+        return self.candidate
 
     def _interest(self) -> Interest:
         candidate = self.candidate

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from reactivate._model.applied import Applied
-from reactivate._model.handle import FORWARD, AppliedForward
+from reactivate._model.handle import applied_to
 from reactivate._model.rollback import Rollback
 from reactivate._region.accounts import add_note, in_words, is_shortage
 from reactivate._text.keywords import refuse_unknown
@@ -247,8 +247,7 @@ def _applied_in(modules: Iterable[Module]) -> Applied:
     Raises:
         UsageError: there is not exactly one, or it cannot plan again.
     """
-    stand_ins = [vars(module).get(FORWARD) for module in modules]
-    every = {id(item.applied): item.applied for item in stand_ins if isinstance(item, AppliedForward)}
+    every = {id(item.applied): item.applied for item in map(applied_to, modules) if item is not None}
     own = [item for item in every.values() if item.root is not None and item.root() is not None]
     found = own or list(every.values())  # copies of the model, for averages say, have copies of the plan
     if len(found) != 1 or not isinstance(found[0].policy, (Plan, AdaptivePlan)):

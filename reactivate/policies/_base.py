@@ -6,7 +6,7 @@ import inspect
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, get_args
@@ -90,6 +90,14 @@ class ReadyMade:
     def _inside(self, path: str) -> Policy:
         """Return the policy for the calls inside of the region at `path`: where that is less, less has to be looked at."""
         return self
+
+    def _answers_in(self, region: Module, path: str) -> Hashable:
+        """Return what is equal for two regions of one kind only if the same calls of functions are kept in both.
+
+        Args:
+            region, path: the module that is the region, and its path.
+        """
+        return None
 
     def _check_blocks(self, blocks: Sequence[str]) -> None:
         """See to it that the policy is for a model with these blocks.

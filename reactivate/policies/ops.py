@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,15 @@ class _Ops(ReadyMade):
             return None
         if site.function not in self.functions and not self._takes(site):
             return None
-        if self.within and not any(matches(pattern, site.path) for pattern in self.within):
+        return Save(self.storage) if self._is_within(site.path) else None
+
+    def _is_within(self, path: str) -> bool:
+        return not self.within or any(matches(pattern, path) for pattern in self.within)
+
+    def _answers_in(self, region: Module, path: str) -> Hashable:
+        if not self.within:
             return None
-        return Save(self.storage)
+        return tuple(self._is_within(below) for below, _ in region.named_modules(prefix=path))
 
     def _takes(self, site: Site) -> bool:
         if site.op in self.ops:

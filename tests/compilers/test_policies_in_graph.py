@@ -163,6 +163,80 @@ def test_bitwise(where: str) -> None:
     oracle.assert_same(oracle.run(make(False)), oracle.run(make(True)))
 
 
+BLOCKS = 10  # more than torch.compile makes graphs of one code
+
+
+def kinds_of_blocks() -> list[type[Block]]:
+    """Return classes of blocks that each have code of their own."""
+    source = "def forward(self, x):\n    return Block.forward(self, x) * {}"
+    made: list[dict[str, Any]] = [{"Block": Block} for _ in range(BLOCKS)]
+    for number, names in enumerate(made):
+        exec(source.format(number + 1), names)
+    return [type(f"Block{number}", (Block,), {"forward": names["forward"]}) for number, names in enumerate(made)]
+
+
+def linears_of_blocks(policy: Any, kinds: list[type[Block]], *, is_copied: bool = False) -> list[int]:
+    """Count the linear layers in each graph of backwards, where each block is compiled on its own, and does what it did."""
+    found: list[int] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        found.append(sum(str(node.target) == "aten.addmm.default" for node in graph.graph.nodes))
+        return graph
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: graph, bw_compiler=count, partition_fn=min_cut_rematerialization_partition
+    )
+
+    def make(is_applied: bool) -> Callable[[], oracle.Case]:
+        def case() -> oracle.Case:
+            made = nn.Sequential(*(kind() for kind in kinds))
+            if is_applied:
+                reactivate.apply(made, policy)
+            if is_copied:
+                made = copy.deepcopy(made)
+            for block in made:
+                block.compile(backend=backend)
+            return oracle.Case(made, (torch.randn(4, WIDTH, requires_grad=True),), modules=[made])
+
+        return case
+
+    plain = oracle.run(make(False))
+    found.clear()
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        oracle.assert_same(plain, oracle.run(make(True)))
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("policy", "linears"),
+    [
+        (policies.full(), [4]),
+        (policies.first_match(policies.save_modules("*.attn"), policies.full()), [2]),
+        (policies.recompute_modules("*.attn"), [1]),
+        (policies.first_match(policies.save_modules("0.attn"), policies.full()), [2, 4]),
+        (policies.first_match(policies.save_ops("linear", within="0.attn.*"), policies.full()), [2, 4]),
+        (
+            policies.first_match(policies.save_ops("linear", within=("0.attn.*", "*.attn.0")), policies.full()),
+            [2, 3],
+        ),
+    ],
+)
+def test_blocks_that_are_compiled_one_by_one_share_a_graph_if_the_same_is_saved(
+    policy: Any, linears: list[int]
+) -> None:
+    assert linears_of_blocks(policy, [Block] * BLOCKS) == linears
+
+
+def test_blocks_of_a_copy_that_are_compiled_one_by_one() -> None:
+    policy = policies.first_match(policies.save_ops("linear", within="0.attn.*"), policies.full())
+    assert linears_of_blocks(policy, [Block] * 3, is_copied=True) == [2, 4]
+
+
+def test_blocks_of_many_kinds_that_are_compiled_one_by_one() -> None:
+    assert linears_of_blocks(policies.full(), kinds_of_blocks()) == [4] * BLOCKS
+
+
 def test_a_checkpointed_function_with_a_policy() -> None:
     block = Block()
     region = reactivate.checkpoint(block, policy=policies.save_ops("linear"))

@@ -132,7 +132,7 @@ def test_options_are_copied() -> None:
     model = Model()
     reactivate.apply(model, policies.full(), guards=reactivate.guards.DEFAULT.without("rng"), early_stop=False)
     for twin in (copy.deepcopy(model), through_pickle(model)):
-        options = twin.layers[0].forward.options
+        options = twin.layers[0].forward.__self__.options
         assert options.early_stop is False
         assert not [guard for guard in options.guards if guard.name == "rng"]
 
