@@ -25,6 +25,7 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 import reactivate
 from reactivate import Save, Site, policies
 from reactivate._passes.observing import observed_by
+from reactivate._torch.dynamo import names_reach_graphs
 from reactivate.errors import UnsupportedError
 
 EXACT_BACKENDS = ["eager", "aot_eager"]
@@ -354,7 +355,8 @@ def test_a_policy_of_modules_around_compiled_ones(
     assert_same([*results[0], *results[1]], [*results[2], *results[3]])
     assert ran.regions == ran.recomputations == 12 * (3 if place == "block" else 1)
     assert counts[0] == counts[1] >= 1
-    assert counts[2] == counts[3] == (3 if how is compile_the_forward else counts[0])
+    if names_reach_graphs or how is not compile_the_forward:  # torch 2.9 traces a compiled `forward` again after each step
+        assert counts[2] == counts[3] == (3 if how is compile_the_forward else counts[0])
 
 
 def bias_gelu(y: Tensor, bias: Tensor) -> Tensor:
