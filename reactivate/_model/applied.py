@@ -11,8 +11,9 @@ from torch.nn import Module
 from reactivate._compilers.graph import answers_in, contexts_for
 from reactivate._model.cache_watch import CacheWatch
 from reactivate._model.forwards import FoundForward
-from reactivate._model.handle import AppliedForward, Handle, own_forward_of
+from reactivate._model.handle import AppliedForward, Handle
 from reactivate._model.selection import Selection
+from reactivate._modules.standin import own_forward_of
 from reactivate._region.options import Options
 from reactivate._saved_calls.choice import Choice
 from reactivate._saved_calls.log import serve

@@ -218,14 +218,6 @@ def _applied_in(item: Any) -> AppliedForward | None:
     return cover if isinstance(cover, AppliedForward) else None
 
 
-def own_forward_of(module: Module) -> Any:
-    """Return the `forward` among the attributes of a module, of the user's or of a library; None if its class has it."""
-    found = vars(module).get(NAME)
-    while (applied := _applied_in(found)) is not None:
-        found = applied.hidden
-    return found
-
-
 def forwards_of(model: Module) -> Iterator[tuple[Module, AppliedForward]]:
     """Yield what stands in the modules of a model; of several in one module, the outermost first."""
     for module in model.modules():

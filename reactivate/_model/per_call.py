@@ -17,7 +17,8 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from reactivate._model.applied import Applied
-from reactivate._model.handle import AppliedForward, applied_to, own_forward_of
+from reactivate._model.handle import AppliedForward, applied_to
+from reactivate._modules.standin import own_forward_of
 from reactivate._region.options import Options
 from reactivate._setting import set_to
 from reactivate._torch.dynamo import is_jit_tracing, leave_out_of_graphs

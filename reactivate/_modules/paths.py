@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from torch.nn import Module
 
-from reactivate._torch.dynamo import compiled_call_of, is_wrapped_by_compiler
+from reactivate._modules.standin import own_forward_of
+from reactivate._torch.dynamo import compiled_call_of, is_compiled_function, is_wrapped_by_compiler
 
 THE_MODEL = "the model itself"
 """The path of a model in words: in `named_modules()` it is empty."""
@@ -47,6 +48,16 @@ def modules_below(root: Module, path: str, *, is_compiled: bool) -> Iterator[tup
         children = module.__dict__["_modules"]
         if children:
             prefix = path + "." if path else ""
-            is_compiled = is_compiled or is_wrapped_by_compiler(module)
+            is_compiled = is_compiled or _compiles_inside(module)
             below = reversed(children.items())
             todo += [(prefix + name, child, is_compiled) for name, child in below if child is not None]
+
+
+def is_compiled_module(module: Module) -> bool:
+    """Return whether torch.compile compiles a module: in place, in a wrapper around it, or as its `forward`."""
+    return compiled_call_of(module) is not None or _compiles_inside(module)
+
+
+def _compiles_inside(module: Module) -> bool:
+    forward = own_forward_of(module)
+    return is_wrapped_by_compiler(module) or is_compiled_function(type(module).forward if forward is None else forward)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from reactivate._modules.standin import NAME, cover_in
+from reactivate._modules.standin import own_forward_of
 
 _SPAN = re.compile(r"(.*)\[(\d+):(\d+)\]")
 
@@ -123,11 +123,12 @@ def why_without_spans(module: Module) -> str:
         )
     if not isinstance(module, Sequential):
         return f"is a {name}, and only a Sequential calls its members one after the other itself"
-    forward = vars(module).get(NAME)
-    while (cover := cover_in(forward)) is not None:
-        forward = cover.hidden
     kind = type(module)
-    if forward is not None or kind.forward is not Sequential.forward or kind.__iter__ is not Sequential.__iter__:
+    if (
+        own_forward_of(module) is not None
+        or kind.forward is not Sequential.forward
+        or kind.__iter__ is not Sequential.__iter__
+    ):
         return (
             f"is a {name} with a forward of its own, which may call its members in another way than a Sequential does"
         )

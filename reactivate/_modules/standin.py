@@ -39,6 +39,14 @@ def cover_in(item: Any) -> Cover | None:
     return found if isinstance(found, Cover) else None
 
 
+def own_forward_of(module: Module) -> Any:
+    """Return the `forward` among the attributes of a module, of the user's or of a library; None if its class has it."""
+    found = vars(module).get(NAME)
+    while (ours := found if isinstance(found, Placed) else cover_in(found)) is not None:
+        found = ours.hidden
+    return found
+
+
 class Placed:
     """Something in the place of a module's `forward`, over what stood there before."""
 

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from reactivate._modules.paths import is_compiled_module
 from reactivate._snapshot.generators import rewound_generator, state_of_generator
 from reactivate._snapshot.module_access import close_reaching, open_reaching, tree_of
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.rewound_moment import RewoundMoment
 from reactivate._snapshot.trees import LARGE_TREE, Tree, large_roots, tree_at, tree_under
-from reactivate._torch.dynamo import compiled_call_of, is_wrapped_by_compiler
 from reactivate._types import Unrestored
 
 
@@ -51,7 +51,7 @@ class ReachedModules:
                 tree, roots = tree_at(inner)
                 todo += roots
                 self._note(tree)
-                if compiled_call_of(inner) is not None or is_wrapped_by_compiler(inner):
+                if is_compiled_module(inner):
                     todo += tree_of(inner)  # compiled code reads what is inside past all functions
 
     def _is_noted_whole(self, module: Module) -> bool:

@@ -57,6 +57,7 @@ from reactivate._snapshot.region_calls import handed_out, is_of_call
 from reactivate._snapshot.shadows import is_state
 from reactivate._snapshot.unseen_writes import ReachedCode
 from reactivate._torch.autograd import has_graph
+from reactivate._torch.dynamo import compiled_function
 
 # Into plain objects, not containers and dataclasses. A closure, a bound `self` or an attribute leads to half the program.
 DEPTH_OF_ARGUMENTS = 4
@@ -396,7 +397,7 @@ class Walk:
         if facts.scripts:
             self.scripts += facts.scripts
         self.code.functions += (facts,)
-        compiled = fn.__dict__.get("_torchdynamo_orig_callable")
+        compiled = compiled_function(fn)
         if compiled is not None:
             self.has_compiled = True
             self.look(compiled, place, depth)

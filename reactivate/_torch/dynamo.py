@@ -217,6 +217,16 @@ def is_wrapped_by_compiler(module: Module) -> bool:
 _WRAPPED = "_orig_mod"
 
 
+def compiled_function(function: Any) -> Any:
+    """Return the function that `torch.compile`, or `torch.compiler.disable`, made this one of; None if none did."""
+    return getattr(function, "__dict__", {}).get("_torchdynamo_orig_callable")
+
+
+def is_compiled_function(function: Any) -> bool:
+    """Return whether `torch.compile` made this function."""
+    return compiled_function(function) is not None and not getattr(function, "_torchdynamo_disable", False)
+
+
 def with_many_graphs(count: int) -> contextlib.AbstractContextManager[None]:
     """Return a context in which torch.compile makes up to so many graphs of one function before it leaves it to eager."""
     config = find("torch._dynamo.config")

@@ -18,7 +18,7 @@ import torch
 from torch.nn import Module
 
 from reactivate._modules.blocks import blocks_of
-from reactivate._modules.paths import THE_MODEL, is_below
+from reactivate._modules.paths import THE_MODEL, is_below, is_compiled_module
 from reactivate._text.words import described
 from reactivate._torch.dynamo import called_through, compiled_call_of, is_wrapped_by_compiler, own_call_of
 from reactivate.errors import UsageError
@@ -52,8 +52,7 @@ _WHY_NOT = {
 
 def compiled_parts(model: Module) -> list[str]:
     """List the paths of what is compiled already, in place or by a wrapper; "" for the model itself."""
-    modules = model.named_modules()
-    return [path for path, item in modules if compiled_call_of(item) is not None or is_wrapped_by_compiler(item)]
+    return [path for path, module in model.named_modules() if is_compiled_module(module)]
 
 
 def uncompiled() -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate import policies
-from reactivate._model.handle import own_forward_of
+from reactivate._modules.standin import own_forward_of
 from reactivate.errors import UsageError
 
 WIDTH = 16

@@ -645,6 +645,17 @@ def the_call_of_a_module_is_replaced_for_a_time() -> None:
     assert room.is_wrapped_by_compiler(torch.compile(module, backend="eager"))
 
 
+@needs("compiled_function", "is_compiled_function")
+def a_compiled_function_leads_to_the_function() -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    compiled, disabled = torch.compile(double, backend="eager"), torch.compiler.disable(double)
+    assert room.compiled_function(compiled) is room.compiled_function(disabled) is double
+    assert room.is_compiled_function(compiled) and not room.is_compiled_function(disabled)
+    assert room.compiled_function(double) is None and not room.is_compiled_function(double)
+
+
 @needs("with_many_graphs")
 def more_graphs_of_a_function_are_made() -> None:
     config = importlib.import_module("torch._dynamo.config")
