@@ -92,25 +92,19 @@ def _check_batch(asked_by: str, args: Any) -> None:
     data: Any = sys.modules.get("torch.utils.data")
     name = type(args).__name__
     if data is not None and isinstance(args, data.DataLoader):
-        raise UsageError(
-            f"{asked_by} takes the arguments of one call; got a {name}. Pass one batch: {asked_by}(model, "
-            "next(iter(loader)))."
-        )
-    if data is not None and isinstance(args, data.Dataset):
-        raise UsageError(
-            f"{asked_by} takes the arguments of one call; got the dataset {name}. Pass one batch of it: {asked_by}(model, "
-            "next(iter(DataLoader(dataset, batch_size=...))))."
-        )
-    if isinstance(args, Iterator):
-        raise UsageError(
-            f"{asked_by} takes the arguments of one call; got an iterator ({name}). Pass one batch: {asked_by}(model, "
-            "next(batches))."
-        )
-    if isinstance(args, (Module, ReadyMade)):
+        found, batch = f"a {name}. Pass one batch", "next(iter(loader))"
+    elif data is not None and isinstance(args, data.Dataset):
+        found, batch = f"the dataset {name}. Pass one batch of it", "next(iter(DataLoader(dataset, batch_size=...)))"
+    elif isinstance(args, Iterator):
+        found, batch = f"an iterator ({name}). Pass one batch", "next(batches)"
+    elif isinstance(args, (Module, ReadyMade)):
         raise UsageError(
             f"{asked_by} takes example arguments of the model after it; got {described(args)}. Write {asked_by}(model, x), "
             "or (x, y) for several arguments."
         )
+    else:
+        return
+    raise UsageError(f"{asked_by} takes the arguments of one call; got {found}: {asked_by}(model, {batch}).")
 
 
 def _check_binding(asked_by: str, model: Any, call: Any, kind: str, taken: str) -> None:

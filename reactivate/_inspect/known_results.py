@@ -138,8 +138,13 @@ class KnownResults:
                 results.append(None)
                 continue
             known = self._known_of(item, tensors, memory)
-            if known is None or (known.given is None and known.memory is None and _lies_in(own, item)):
+            if known is None:
                 return None
+            if known.given is None and known.memory is None:
+                place = id(item.untyped_storage())
+                if place in own:  # in the same memory as one before
+                    return None
+                own.add(place)
             results.append(known)
         return KnownCall(container, tuple(results))
 
@@ -172,14 +177,6 @@ class KnownResults:
 def _is_by_metadata(op: Any) -> bool:
     """Return whether shapes, strides and the like of what an op is given, which it leaves alone, decide on its results."""
     return isinstance(op, OpOverload) and op.namespace == "aten" and _BY_VALUE.isdisjoint(op.tags)
-
-
-def _lies_in(own: set[int], item: Tensor) -> bool:
-    """Return whether a result lies in the same memory as one before."""
-    place = id(item.untyped_storage())
-    is_there = place in own
-    own.add(place)
-    return is_there
 
 
 def _facts_of(tensor: Tensor) -> Facts | None:

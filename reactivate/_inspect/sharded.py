@@ -32,15 +32,14 @@ def sharding_faked(modules: Iterable[Module], fake: Callable[[Any], Any]) -> Ite
     """Put fake tensors into the state of sharded modules; afterwards it is as it was, and so are the modules' own dicts."""
     sharded = sharded_in(modules)
     objects = _objects_of(sharded)
-    restore = [_restoring(vars(item)) for item in objects]
-    restore += [_restoring(part) for module in sharded for part in vars(module).values() if isinstance(part, dict)]
+    dicts = [part for module in sharded for part in vars(module).values() if isinstance(part, dict)]
+    put_back = _restoring([*(vars(item) for item in objects), *dicts])
     try:
         for item in objects:
             _fake_all(vars(item), fake)
         yield
     finally:
-        for put_back in reversed(restore):
-            put_back()
+        put_back()
 
 
 def resetting_sharding(modules: Iterable[Module]) -> Callable[[], None]:
@@ -56,16 +55,15 @@ def resetting_sharding(modules: Iterable[Module]) -> Callable[[], None]:
 
     if all(hasattr(module, _RESET) for module in sharded):
         return reset
-    restore = [_restoring(vars(item)) for item in _objects_of(sharded)]
+    put_back = _restoring(vars(item) for item in _objects_of(sharded))
 
-    def put_back() -> None:
+    def reset_all() -> None:
         for module in sharded:
             module.reshard()  # type: ignore[operator]
-        for part in reversed(restore):
-            part()
+        put_back()
         drop_unreduced_gradients(sharded)
 
-    return put_back
+    return reset_all
 
 
 @contextmanager
@@ -77,7 +75,7 @@ def between_steps(model: Module) -> Iterator[None]:
     sharded = sharded_in(model.modules())
     gathered = [module for module in sharded if is_gathered(module)]
     objects = _objects_of(sharded)
-    restore = [_restoring(vars(item)) for item in objects]
+    put_back = _restoring(vars(item) for item in objects)
     for item in objects:
         rest(item)
     for module in sharded:
@@ -87,8 +85,7 @@ def between_steps(model: Module) -> Iterator[None]:
     finally:
         for module in gathered:
             module.unshard()  # type: ignore[operator]
-        for put_back in reversed(restore):
-            put_back()
+        put_back()
 
 
 def _objects_of(sharded: Iterable[Module]) -> list[Any]:
@@ -112,14 +109,16 @@ def _is_of_library(item: Any) -> bool:
     return is_state and type(item).__module__.startswith(_LIBRARY)
 
 
-def _restoring(namespace: dict[Any, Any]) -> Callable[[], None]:
-    """Return what puts a namespace back as it is now, and what lies in its lists, dicts and sets."""
-    before = dict(namespace)
-    contents = [(value, value.copy()) for value in before.values() if isinstance(value, _CONTAINERS)]
+def _restoring(namespaces: Iterable[dict[Any, Any]]) -> Callable[[], None]:
+    """Return what puts namespaces back as they are now, and what lies in their lists, dicts and sets."""
+    before = [(namespace, dict(namespace)) for namespace in namespaces]
+    inside = (value for _, items in before for value in items.values() if isinstance(value, _CONTAINERS))
+    contents = [(value, value.copy()) for value in inside]
 
     def put_back() -> None:
-        namespace.clear()
-        namespace.update(before)
+        for namespace, items in before:
+            namespace.clear()
+            namespace.update(items)
         for container, content in contents:
             container.clear()
             container.extend(content) if isinstance(container, list) else container.update(content)

@@ -25,26 +25,9 @@ class Code(IntEnum):
     INTERRUPTED = 130
 
 
-_KINDS = {
-    Code.NO: "infeasible",
-    Code.USAGE: "usage",
-    Code.MISSING_EXTRA: "missing_extra",
-    Code.FAILED: "failed",
-    Code.INTERRUPTED: "interrupted",
-}
-
-
-def print_json(document: Any) -> None:
-    """To stdout."""
-    click.echo(json.dumps(document, indent=1))
-
-
 def answer(as_json: bool, document: Any, text: object) -> None:
     """Print a JSON document if that was asked for, or else a text."""
-    if as_json:
-        print_json(document)
-    else:
-        click.echo(str(text))
+    click.echo(json.dumps(document, indent=1) if as_json else str(text))
 
 
 def code_of(error: BaseException) -> Code:
@@ -84,11 +67,12 @@ def tell(error: BaseException, *, as_json: bool, with_traceback: bool) -> Code:
         traceback.print_exception(type(error), error, error.__traceback__, file=sys.stderr)
     click.echo(f"error: {line}", err=True)
     if as_json:
-        document: dict[str, Any] = {"error": {"kind": _KINDS[code], "message": line}}
+        kind = "infeasible" if code is Code.NO else code.name.lower()
+        document: dict[str, Any] = {"error": {"kind": kind, "message": line}}
         if isinstance(error, PlanInfeasible):
             figures = {"budget_bytes": error.budget_bytes, "least_bytes": error.least_bytes}
             document = {"feasible": False, **figures, **document}
-        print_json(document)
+        answer(as_json, document, "")
     return code
 
 

@@ -51,9 +51,5 @@ def among(world: int | None, sizes: Mapping[str, int] | None) -> Iterator[Any]:
             f"--world {count}: the mesh has {found} ranks. Make its sizes multiply to {count}, or leave --world out."
         )
     with alone_among(count):
-        yield None if sizes is None else _mesh_of(sizes)
-
-
-def _mesh_of(sizes: Mapping[str, int]) -> Any:
-    shape, names = tuple(sizes.values()), tuple(sizes)
-    return torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        shape, names = tuple((sizes or {}).values()), tuple(sizes or ())
+        yield torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names) if names else None

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -99,9 +98,8 @@ def subject_of(request: Request) -> Subject:
 
 
 def _from_factory(request: Request) -> Subject:
-    factory = _found(request.target)
-    if isinstance(factory, Module):
-        factory = partial(_itself, factory)
+    found = _found(request.target)
+    factory = (lambda: found) if isinstance(found, Module) else found
     sizes = {name: size for name in ("batch", "length", "mesh") if (size := getattr(request, name)) is not None}
     keywords = {**request.settings, **sizes}
     _check_keywords(request.target, factory, keywords)
@@ -109,10 +107,6 @@ def _from_factory(request: Request) -> Subject:
     with here, _without_exit(request.target), _with_its_ranks(request):
         made = factory(**keywords)
     return _unpacked(request.target, made)
-
-
-def _itself(model: Module) -> Module:
-    return model
 
 
 def _found(target: str) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import torch
 
 from reactivate.errors import UsageError
 from reactivate.planner.cost.devices import DeviceSpec, find
+from reactivate.planner.target import torch_device
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def where_of(name: str | None, on_meta: bool) -> Where:
     """
     if name is None:
         return Where(on_meta=on_meta)
-    device = _torch_device(name)
+    device = torch_device(name)
     if device is None:
         spec, here = find(name), _accelerator_here()
         if here is None or here[1] != spec or on_meta:
@@ -65,7 +66,7 @@ def device_here(name: str | None) -> torch.device | None:
     """
     if name is None:
         return None
-    device = _torch_device(name)
+    device = torch_device(name)
     try:
         if device is not None and device.type != "meta":
             torch.empty(0, device=device)
@@ -76,13 +77,6 @@ def device_here(name: str | None) -> torch.device | None:
         f"--device {name}: nothing can run there from here. To plan for a device that is elsewhere, name it: `reactivate "
         "plan ... --device H100-SXM`; `reactivate devices` lists them."
     )
-
-
-def _torch_device(name: str) -> torch.device | None:
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        return None
 
 
 def _accelerator_here() -> tuple[torch.device, DeviceSpec] | None:

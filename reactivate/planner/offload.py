@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-import torch
 
 from reactivate._types import Device, Storage
 from reactivate.errors import UsageError
@@ -18,6 +16,7 @@ from reactivate.storage.disk import Disk
 from reactivate.storage.disk_file import check_directory
 from reactivate.storage.host import Host
 from reactivate.storage.rehearsal import Rehearsal, Residence, in_pages, residence_of
+from reactivate.storage.streams import works_in_host_memory
 
 ASKED = "plan(storage=...)"
 
@@ -125,7 +124,7 @@ def offer_of(name: str, storage: Any, target: Target) -> Offer:
     if residence is None:
         return Offer(name, storage, None, None)
     if not target.is_here and storage.limit is None:  # what is free here says nothing of there
-        residence = residence.without_limit()
+        residence = replace(residence, limit=None)
     return Offer(name, storage, residence, _link_of(name.partition(" ")[0], storage, target))
 
 
@@ -135,13 +134,8 @@ def _check_host(storage: Host, target: Target) -> None:
             f"{ASKED}: {storage!r} moves tensors of accelerators, and the model is on a CPU, whose memory is the host's. "
             "Use reactivate.storage.Disk(path), or name the device that you plan for: plan(device='H100-SXM')."
         )
-    if target.is_here and _works_in_memory_of_host(target.device):
+    if target.is_here and works_in_host_memory(target.device):
         raise UsageError(f"{ASKED}: {storage!r} would move nothing, since {target.device} works in the host's memory.")
-
-
-def _works_in_memory_of_host(device: torch.device) -> bool:
-    properties: Any = getattr(torch.get_device_module(device), "get_device_properties", None)
-    return properties is not None and bool(getattr(properties(device), "is_integrated", False))
 
 
 def _link_of(kind: str, storage: Storage, target: Target) -> Link:

@@ -261,10 +261,9 @@ class Planner:
     def _list_menus(self) -> dict[str, tuple[Candidate, ...]]:
         functions = {path: call.functions.keys() for path, call in self._called.items()}
         if self._compiled is not None:
-            own = {path: self._compiled.menu(path) for path in self.units}
             return {
-                path: menu or list_candidates(self.units[path], frozenset(functions[path]))
-                for path, menu in own.items()
+                path: self._compiled.menu(path) or list_candidates(unit, frozenset(functions[path]))
+                for path, unit in self.units.items()
             }
         if self.step.compiled == BLOCKS:
             return dict.fromkeys(self.units, (KEEP, FULL))
@@ -366,6 +365,7 @@ class Planner:
     def _written(self, choice: ProvenStep, budget: Budget, allowed: int) -> Plan:
         total, trace = self.fixed.total, choice.trace
         method = "compiled" if self._compiled is not None else "real" if trace.is_real else "simulated"
+        step = self.step, self.target, self.profile.costs
         return Plan(
             budget=budget.text,
             budget_bytes=allowed,
@@ -382,15 +382,7 @@ class Planner:
             offered=tuple(map(repr, self._storages.values())),
             live=self._storages,
             uncertainty=self.profile.uncertainty,
-            runner=StepRunner(
-                self.step,
-                self.target,
-                self.profile.costs,
-                not self._ranks.is_alone,
-                self.plan,
-                self.smallest_bytes,
-                self._simulator.refused,
-            ),
+            runner=StepRunner(*step, not self._ranks.is_alone, self.plan, self.smallest_bytes, self._simulator.refused),
         )
 
     def _circumstances(self) -> Circumstances:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -106,11 +107,7 @@ class StepRunner:
 
     def _note_refused(self, plan: PlanContents, policy: Assignment, error: MutationError) -> None:
         """Let no further plan recompute what a later step refuses, and say so. Nothing if the error is not about that."""
-
-        def run_on() -> None:
-            self.step.run_for_real(_TIMED)
-
-        refused = refused_in(run_on).intersection(policy.regions)
+        refused = refused_in(functools.partial(self.step.run_for_real, _TIMED)).intersection(policy.regions)
         if refused:
             self.refused.update(refused)
             raise MutationError(refused_later(sorted(refused), plan.budget)) from error

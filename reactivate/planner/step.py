@@ -62,8 +62,6 @@ class Beginning:
         if self._streams is None:
             self._streams = [(source, source.read()) for state in states for source in state.sources]
             self._modes = [(module, module.training) for state in states for module in state.modules]
-            yield
-            return
         with ExitStack() as stack:
             for source, value in self._streams:
                 stack.callback(source.write, source.read())
@@ -151,10 +149,7 @@ class TrainingStep:
         """
         with self._on(None, torch.zeros_like) as (run, _):
             for _ in range(times):
-                if watch is None:
-                    run()
-                else:
-                    watch(run)
+                run() if watch is None else watch(run)
 
     @contextmanager
     def observed(self, tell: Callable[[StepFacts], None]) -> Iterator[None]:

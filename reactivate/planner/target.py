@@ -98,7 +98,7 @@ def find_target(
     has_values = not any(map(has_no_memory, tensors))
     if isinstance(device, DeviceSpec):
         return Target(own, device, False, device.memory_bytes, has_values)
-    if isinstance(device, str) and not _is_torch_device(device):
+    if isinstance(device, str) and torch_device(device) is None:
         spec = find(device)
         return Target(own, spec, False, spec.memory_bytes, has_values)
     wanted = own if device is None else _torch_device(device)
@@ -133,12 +133,12 @@ def _torch_device(device: Any) -> torch.device:
         ) from None
 
 
-def _is_torch_device(name: str) -> bool:
+def torch_device(name: str) -> torch.device | None:
+    """Return the device that torch has under a name, here or not; None if it knows none."""
     try:
-        torch.device(name)
+        return torch.device(name)
     except RuntimeError:
-        return False
-    return True
+        return None
 
 
 def device_spec(device: torch.device) -> DeviceSpec:

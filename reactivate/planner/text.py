@@ -44,7 +44,7 @@ def _head(plan: PlanContents) -> list[str]:
 
 
 def _tables(plan: PlanContents) -> list[Table]:
-    return [block_table(plan), *([alive_table(plan)] if has_tensors(plan) else []), choice_table(plan)]
+    return [block_table(plan), *([alive_table(plan)] if plan.predicted.alive else []), choice_table(plan)]
 
 
 # -- sentences --------------------------------------------------------------------------------------------------------
@@ -166,9 +166,14 @@ def seconds_in_words(seconds: float) -> str:
         >>> seconds_in_words(75.0), seconds_in_words(4.08), seconds_in_words(0.00026)
         ('75.0 s', '4.08 s', '260 µs')
     """
-    unit, size = next((item for item in (("s", 1.0), ("ms", 1e-3)) if seconds >= item[1]), ("µs", 1e-6))
+    unit, size = second_unit(seconds)
     value = seconds / size
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}" if seconds else "0 s"
+
+
+def second_unit(most_seconds: float) -> tuple[str, float]:
+    """The unit for numbers up to this many seconds, and its size."""
+    return next((item for item in (("s", 1.0), ("ms", 1e-3)) if most_seconds >= item[1]), ("µs", 1e-6))
 
 
 # -- blocks -----------------------------------------------------------------------------------------------------------
@@ -335,11 +340,6 @@ def alive_table(plan: PlanContents, most: int = MOST) -> Table:
         rows.append(_row(counted(len(rest), "other kind"), sum(size for size, _ in rest)))
     peak_bytes = sum(size for size, _ in found)
     return Table(_COLUMNS, [*rows, _row("the peak", peak_bytes, is_total=True)])
-
-
-def has_tensors(plan: PlanContents) -> bool:
-    """Return whether the plan says which tensors are alive; older files do not."""
-    return bool(plan.predicted.alive)
 
 
 def _row(name: str, size_bytes: int, *, held_by: str = "", is_total: bool = False) -> Row:

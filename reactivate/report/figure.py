@@ -73,15 +73,29 @@ def byte_unit(most_bytes: int) -> tuple[str, int]:
     return next((item for item in units if most_bytes >= item[1]), ("B", 1))
 
 
-def second_unit(most_seconds: float) -> tuple[str, float]:
-    """The unit for an axis up to this many seconds, and its size."""
-    units = (("s", 1.0), ("ms", 1e-3))
-    return next((item for item in units if most_seconds >= item[1]), ("µs", 1e-6))
-
-
 def title(axes: Axes, words: str) -> None:
     """Put the title above a picture."""
     axes.set_title(words, loc="left", fontweight="bold", fontsize=11, parse_math=False)
+
+
+def note(axes: Axes, words: str, place: float, shift: int, color: str = INK) -> None:
+    """Write words at the top of a picture, on the right of a place on its horizontal axis; on the left if `shift` is below 0.
+
+    Args:
+        place: in the numbers of the axis.
+        shift: how far from there, in points.
+    """
+    axes.annotate(
+        words,
+        (place, 1.0),
+        xycoords=("data", "axes fraction"),
+        xytext=(shift, -2),
+        textcoords="offset points",
+        color=color,
+        fontsize=9,
+        horizontalalignment="left" if shift > 0 else "right",
+        verticalalignment="top",
+    )
 
 
 def legend(axes: Axes, columns: int = 4) -> None:

@@ -14,7 +14,6 @@ from reactivate._region.accounts import in_words
 from reactivate._text.table import Column, Row, Table
 from reactivate.planner import text as plan_text
 from reactivate.planner.contents import PlanContents
-from reactivate.planner.text import alive_table, has_tensors
 from reactivate.report import pareto, timeline
 from reactivate.report.figure import BUDGET, INK, PAPER, drawn, svg_of
 from reactivate.report.hover import Band, Dot, with_spots
@@ -133,10 +132,8 @@ def _choices(plan: PlanContents) -> HtmlTable:
 
 
 def _alive(plan: PlanContents) -> list[HtmlTable]:
-    if not has_tensors(plan):
-        return []
-    table = alive_table(plan, MOST_TENSORS)
-    return [HtmlTable("Tensors at the peak", table, is_wide=True)]
+    table = plan_text.alive_table(plan, MOST_TENSORS)
+    return [HtmlTable("Tensors at the peak", table, is_wide=True)] if plan.predicted.alive else []
 
 
 def _share(size: int, whole: int) -> str:

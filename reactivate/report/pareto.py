@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from reactivate._region.accounts import in_words
 from reactivate.planner.contents import PlanContents, Point
-from reactivate.planner.text import plan_point, planning_call, seconds_in_words, slowdown, together
-from reactivate.report.figure import BUDGET, PLAIN, byte_unit, legend, second_unit, title
+from reactivate.planner.text import plan_point, planning_call, second_unit, seconds_in_words, slowdown, together
+from reactivate.report.figure import BUDGET, PLAIN, byte_unit, legend, note, title
 from reactivate.report.hover import Dot
 
 if TYPE_CHECKING:
@@ -104,14 +104,5 @@ def _draw_budget(axes: Axes, plan: PlanContents, scale: int) -> None:
         axes.axvspan(budget, high, color=BUDGET, alpha=0.08, linewidth=0)
         axes.set_xlim(low, high)
     is_right = budget > low + _RIGHT * (high - low)
-    axes.annotate(
-        f"budget {in_words(plan.budget_bytes)}{' →' if budget >= high else ''}",
-        (min(budget, high), 1.0),
-        xycoords=("data", "axes fraction"),
-        xytext=(-4 if is_right else 4, -2),
-        textcoords="offset points",
-        color=BUDGET,
-        fontsize=9,
-        horizontalalignment="right" if is_right else "left",
-        verticalalignment="top",
-    )
+    words = f"budget {in_words(plan.budget_bytes)}{' →' if budget >= high else ''}"
+    note(axes, words, min(budget, high), -4 if is_right else 4, BUDGET)

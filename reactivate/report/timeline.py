@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from reactivate._region.accounts import in_words
 from reactivate.planner.contents import LiveBytes, PlanContents, Prediction
-from reactivate.planner.text import KINDS, bytes_at, seconds_in_words
-from reactivate.report.figure import BUDGET, INK, PLAIN, byte_unit, legend, second_unit, title
+from reactivate.planner.text import KINDS, bytes_at, second_unit, seconds_in_words
+from reactivate.report.figure import BUDGET, INK, PLAIN, byte_unit, legend, note, title
 from reactivate.report.hover import Band
 
 if TYPE_CHECKING:
@@ -122,17 +122,8 @@ def _draw_budget(axes: Axes, plan: PlanContents, scale: int, is_shown: bool) -> 
 def _draw_forward_end(axes: Axes, plan: PlanContents, tick: float) -> None:
     end = plan.predicted.forward_seconds / tick
     axes.axvline(end, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
-    for words, side, shift in (("forward", "right", -5), ("backward", "left", 5)):
-        axes.annotate(
-            words,
-            (end, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(shift, -2),
-            textcoords="offset points",
-            fontsize=9,
-            horizontalalignment=side,
-            verticalalignment="top",
-        )
+    for words, shift in (("forward", -5), ("backward", 5)):
+        note(axes, words, end, shift)
 
 
 def _draw_copies(axes: Axes, plan: PlanContents, tick: float) -> None:

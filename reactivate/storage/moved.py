@@ -209,7 +209,7 @@ class Mover:
         """Start to bring back what was taken in last in a group."""
         with self.lock:
             for series in self.order.of_group(key):
-                series.bring_back_last(self.ahead)
+                series.bring_back_before(len(series.pieces), self.ahead)
 
     def warn_once(self, text: str) -> None:
         """Warn that tensors stay where they are, if that was not said before."""

@@ -57,10 +57,6 @@ class Residence:
         """Return that of a storage that lets go at once, and brings back when it is asked."""
         return replace(self, last=0, in_flight=0, ahead=0, limit=None, lingers=False, settles_on_read=False)
 
-    def without_limit(self) -> Residence:
-        """Return that of a storage with room for everything."""
-        return replace(self, limit=None)
-
 
 def residence_of(storage: Any, *, on_host: bool) -> Residence | None:
     """Return how long a storage leaves tensors in memory; None for one whose ways are its own.
@@ -196,7 +192,7 @@ class Rehearsal(Mover):
 
     def is_read(self, piece: RehearsedPiece) -> None:
         """A tensor was read: begin to bring back those before it."""
-        wanted = self._series.bring_back_before(piece, self._residence.ahead)
+        wanted = self._series.bring_back_before(piece.number, self._residence.ahead)
         if self._residence.settles_on_read:
             for gone in self._series.have_gone_but([*wanted, piece]):
                 gone.let_go()

@@ -45,17 +45,11 @@ class Series(Generic[P]):
 
     def begin_to_go(self, last: int) -> Iterator[P]:
         """Yield the pieces that wait no longer, since more than `last` came after them."""
-        while len(self.waiting) > last:
-            piece = self.waiting.popleft()()
-            if piece is not None:
-                yield piece
+        return _first_of(self.waiting, last)
 
     def have_gone(self, in_flight: int) -> Iterator[P]:
         """Yield the pieces that are no longer on their way, since at most `in_flight` are at a time."""
-        while len(self.going) > in_flight:
-            piece = self.going.popleft()()
-            if piece is not None:
-                yield piece
+        return _first_of(self.going, in_flight)
 
     def have_gone_but(self, needed: list[P]) -> Iterator[P]:
         """Yield the pieces that are no longer on their way, since something is read: all but those that are needed."""
@@ -66,26 +60,29 @@ class Series(Generic[P]):
                 if piece is not None:
                     yield piece
 
-    def bring_back_last(self, count: int) -> None:
-        """Start to bring back the pieces taken in last."""
-        for piece in self.before(len(self.pieces), count):
-            piece.start_back()
-
-    def bring_back_before(self, piece: P, count: int) -> list[P]:
-        """Start to bring back the pieces taken in before one, and return them."""
-        found = self.before(piece.number, count)
+    def bring_back_before(self, number: int, count: int) -> list[P]:
+        """Start to bring back the pieces taken in before the one with a number, and return them."""
+        found = self.before(number, count)
         for other in found:
             other.start_back()
         return found
 
     def before(self, number: int, count: int) -> list[P]:
-        """Return the pieces taken in before one, the nearest first, of those that are still needed."""
+        """Return these pieces, the nearest first, of those that are still needed."""
         found: list[P] = []
         for reference in reversed(self.pieces[max(0, number - 2 * count) : number]):
             piece = reference()
             if piece is not None and len(found) < count:
                 found.append(piece)
         return found
+
+
+def _first_of(queue: deque[ref[P]], left: int) -> Iterator[P]:
+    """Take the first pieces out of a queue until so many are left, and yield those that are still needed."""
+    while len(queue) > left:
+        piece = queue.popleft()()
+        if piece is not None:
+            yield piece
 
 
 class Order(Generic[P]):

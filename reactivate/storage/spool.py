@@ -136,7 +136,7 @@ class DiskPiece(Piece):
             if run is None:
                 run = self._in_memory()
             coming = self._start() if run is None else None
-            self._series.bring_back_before(self, self._spool.ahead)
+            self._series.bring_back_before(self.number, self._spool.ahead)
             if run is not None:
                 return self.note_loaded(run)
         assert coming is not None

@@ -7,7 +7,6 @@ the copy of those that were taken in before it. The rules cited are those of `st
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 from weakref import ref
@@ -21,7 +20,7 @@ from reactivate.storage.pieces import WRITTEN, Piece
 from reactivate.storage.placement import Extent, Memory
 from reactivate.storage.series import Series
 from reactivate.storage.slabs import Slab, Slabs, half_of_memory
-from reactivate.storage.streams import CopyStreams, has_streams
+from reactivate.storage.streams import CopyStreams, has_streams, works_in_host_memory
 
 
 class HostPiece(Piece):
@@ -100,7 +99,7 @@ class HostPiece(Piece):
     def load(self) -> Tensor:
         with self._staging.lock:
             run = super().load()
-            wanted = self._series.bring_back_before(self, self._staging.ahead)
+            wanted = self._series.bring_back_before(self.number, self._staging.ahead)
             for gone in self._series.have_gone_but([*wanted, self]):
                 gone.let_go()
             return run
@@ -154,7 +153,7 @@ class Staging(Mover):
         device = tensor.device
         if device.type == "cpu":
             return "they are on the host already"
-        if not tensor.is_meta and not isinstance(tensor, FakeTensor) and _shares_memory(device):
+        if not tensor.is_meta and not isinstance(tensor, FakeTensor) and works_in_host_memory(device):
             return "the device works in the host's memory"
         return super().reason_to_stay(tensor)
 
@@ -185,10 +184,3 @@ class Staging(Mover):
             self.warn_once(
                 f"{reason}, and tensors stay on the device. Raise it with Host(limit=...), if the machine has more memory."
             )
-
-
-@functools.cache
-def _shares_memory(device: torch.device) -> bool:
-    """Return whether the device has no memory of its own."""
-    properties: Any = getattr(torch.get_device_module(device), "get_device_properties", None)
-    return properties is not None and bool(getattr(properties(device), "is_integrated", False))

@@ -19,6 +19,7 @@ as long as a piece, a slab or a tensor that is on its way refers to it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -92,6 +93,13 @@ def has_streams(device: torch.device) -> bool:
     """Return whether a kind of device has streams."""
     module: Any = torch.get_device_module(device)
     return device.type != "cpu" and all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))
+
+
+@functools.cache
+def works_in_host_memory(device: torch.device) -> bool:
+    """Return whether a device has no memory of its own."""
+    properties: Any = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return properties is not None and bool(getattr(properties(device), "is_integrated", False))
 
 
 def is_capturing(device: torch.device) -> bool:

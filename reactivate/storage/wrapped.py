@@ -35,10 +35,11 @@ class Wrapped:
 
         Not of the offsets of a jagged tensor: which object these are says which of its dimensions it shares with others.
         """
-        parts = {
-            name: function(part) if isinstance(part, Tensor) and not (self.is_jagged and _is_integer(part)) else part
-            for name, part in self.parts.items()
-        }
+
+        def is_taken(part: Any) -> bool:
+            return isinstance(part, Tensor) and (not self.is_jagged or part.is_floating_point() or part.is_complex())
+
+        parts = {name: function(part) if is_taken(part) else part for name, part in self.parts.items()}
         return replace(self, parts=parts)
 
     def rebuilt(self, load: Callable[[Any], Tensor]) -> Tensor:
@@ -62,7 +63,3 @@ def parts_of(tensor: Tensor) -> Wrapped | None:
     parts = {name: getattr(tensor, name) for name in names}
     attributes = {name: value for name, value in vars(tensor).items() if name not in parts}
     return Wrapped(kind, parts, context, tensor.size(), tensor.stride(), attributes, tensor.is_nested)
-
-
-def _is_integer(part: Tensor) -> bool:
-    return not (part.is_floating_point() or part.is_complex())

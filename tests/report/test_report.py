@@ -269,7 +269,7 @@ def test_the_budget_and_the_end_of_forward_are_lines(plan: Plan) -> None:
     is_visible = plan.budget_bytes / scale < axes.get_ylim()[1]
     assert ("↑" in labels[0]) is not is_visible
     assert labels[0].split()[-2:] == report.html.in_words(plan.budget_bytes).split()
-    _, tick = figure.second_unit(max(plan.plain.seconds, plan.predicted.seconds))
+    _, tick = plan_text.second_unit(max(plan.plain.seconds, plan.predicted.seconds))
     (end,) = upright(axes, figure.INK)
     assert end.get_xdata()[0] == plan.predicted.forward_seconds / tick
 
@@ -279,7 +279,7 @@ def test_every_choice_is_where_it_belongs(plan: Plan) -> None:
     (axes,) = figure.drawn(plan, pareto.draw).axes
     points = [plan_text.plan_point(plan), *plan.frontier, *plan.policies]
     _, scale = figure.byte_unit(max(point.peak_bytes for point in points))
-    _, tick = figure.second_unit(max(point.seconds for point in points))
+    _, tick = plan_text.second_unit(max(point.seconds for point in points))
 
     def places(found: Any) -> list[tuple[float, float]]:
         return [(point.peak_bytes / scale, point.seconds / tick) for point in found]

@@ -10,8 +10,10 @@ others have other blocks.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from reactivate.planner.trace.records import Allocation, Trace
@@ -50,7 +52,7 @@ class CachingAllocator:
 
     reserved_bytes: int = 0
     _free: dict[bool, list[tuple[int, int, MemoryBlock]]] = field(default_factory=lambda: {True: [], False: []})
-    _made: int = 0
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def allocate(self, size_bytes: int) -> MemoryBlock:
         """Take a block of at least this size."""
@@ -87,14 +89,10 @@ class CachingAllocator:
         whole = -(-size // OWN_SEGMENT) * OWN_SEGMENT
         found = SMALL_SEGMENT if is_small else LARGE_SEGMENT if size < LARGE else whole
         self.reserved_bytes += found
-        return self._make(found, is_small)
-
-    def _make(self, size: int, is_small: bool) -> MemoryBlock:
-        self._made += 1
-        return MemoryBlock(size, self._made, is_small)
+        return MemoryBlock(found, next(self._numbers), is_small)
 
     def _cut(self, block: MemoryBlock, size: int) -> None:
-        rest = self._make(block.size_bytes - size, block.is_small)
+        rest = MemoryBlock(block.size_bytes - size, next(self._numbers), block.is_small)
         rest.before, rest.after, block.after, block.size_bytes = block, block.after, rest, size
         if rest.after is not None:
             rest.after.before = rest

@@ -66,9 +66,7 @@ def link_between(storage: Any, device: torch.device) -> Link:
         storage: a `Host` or a `Disk`.
         device: where the tensors are.
     """
-    if isinstance(storage, Disk):
-        return _measured(os.path.abspath(storage.path), device)
-    return _measured(None, device)
+    return _measured(os.path.abspath(storage.path) if isinstance(storage, Disk) else None, device)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,19 +25,9 @@ from reactivate.planner.units import bucket_bytes
 
 _THREADS = 2  # the one that runs the forward pass, and autograd's
 _WITH_BIAS = {"addmm", "_addmm_activation", "_scaled_mm", "_int_mm"}  # by the second library, if they can be
-_PRODUCTS = {
-    "mm",
-    "bmm",
-    "baddbmm",
-    "addbmm",
-    "mv",
-    "addmv",
-    "dot",
-    "vdot",
-    "_grouped_mm",
-    "_scaled_grouped_mm",
-    *_WITH_BIAS,
-}
+_PRODUCTS = _WITH_BIAS.union(
+    ("mm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "_grouped_mm", "_scaled_grouped_mm")
+)
 
 
 def fixed_memory(step: TrainingStep) -> Fixed:
@@ -58,7 +48,7 @@ def others_on(device: torch.device, step: TrainingStep, optimizer: Optimizer | N
         return bucket_bytes(model)
     parameters = list(model.parameters())
     gradients = [item.grad for item in parameters if item.grad is not None]
-    state = [] if optimizer is None else flatten(_plain(optimizer.state.values()))[0]
+    state = [] if optimizer is None else _state_of(optimizer)
     leaves = [*parameters, *model.buffers(), *gradients, *state, *flatten((step.args, step.kwargs))[0]]
     own = Ledger().enter_all(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == device.type)
     return max(int(torch.accelerator.memory_allocated(device)) - own, 0)  # buckets among it
@@ -93,7 +83,7 @@ def optimizer_memory(optimizer: Optimizer | None, model: Module, costs: Costs, d
                 fake.grad = torch.empty_like(fake)
         with _AnyValue():
             twin.step()  # makes its state
-        state = [leaf for leaf in flatten(_plain(twin.state.values()))[0] if isinstance(leaf, Tensor)]
+        state = _state_of(twin)
         gradients = [fake.grad for fake in fakes.values() if fake.grad is not None]
         with _AnyValue(), traced({}, [*fakes.values(), *gradients, *state], costs) as trace:
             twin.step()
@@ -119,5 +109,6 @@ def _twin_of(optimizer: Optimizer, fakes: Mapping[int, Tensor]) -> Optimizer:
     return twin
 
 
-def _plain(values: Iterable[Any]) -> list[Any]:
-    return [dict(value) for value in values]
+def _state_of(optimizer: Optimizer) -> list[Tensor]:
+    leaves = flatten([dict(value) for value in optimizer.state.values()])[0]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -104,7 +104,7 @@ def traced(
             stack.enter_context(_Functions(tracer.function_called))
         if rehearsal is not None:
             rehearsal.tell = tracer.moved
-        stack.callback(tracer.regions_end)
+        stack.callback(tracer.refused.end)
         yield tracer.trace
     tracer.end()
     tracer.trace.of_data = set() if scope is None else scope.paths
@@ -125,8 +125,8 @@ class _Tracer(TorchDispatchMode):
         self._watch = watch
         self._modules = modules
         self._scope = scope
-        self._refused = RefusedRegions()
-        self.trace = Trace(refused=self._refused.paths)
+        self.refused = RefusedRegions()
+        self.trace = Trace(refused=self.refused.paths)
         self.clock = StreamClock() if costs.has_streams else None
         self._units = units
         self._costs = costs
@@ -359,22 +359,18 @@ class _Tracer(TorchDispatchMode):
             self._last.saved_calls += sum(call.reason is None for call in region.saved_calls)
         for tensor in (*held_by_guards(region), *copied_inputs(region)):
             self._enter(tensor, STATE)
-        self._refused.forward_done(region)
+        self.refused.forward_done(region)
 
     def recomputation_begins(self, region: Region) -> None:
         """A region is recomputed: state as it is now is put aside, where it is other than it was."""
         size_bytes = sum(self._rounded(tensor.nbytes) for tensor in put_aside(region))
         self._aside.append(self._allocate(size_bytes, self._origin(ASIDE)))
-        self._refused.recomputation_begins(region)
+        self.refused.recomputation_begins(region)
 
     def recomputation_done(self, region: Region) -> None:
         """A region was recomputed."""
         self._release(self._aside.pop())
-        self._refused.recomputation_done(region)
-
-    def regions_end(self) -> None:
-        """The step is over."""
-        self._refused.end()
+        self.refused.recomputation_done(region)
 
 
 def _is_called_by_autograd() -> bool:
