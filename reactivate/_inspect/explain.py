@@ -127,5 +127,4 @@ def _explained(model: Any, args: Any, kwargs: Any, around: set[CodeType], fake: 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device | None:
     """Return the device of the arguments: a model without memory counts as there, too. None if they have no memory either."""
-    devices = [leaf.device for leaf in leaves_of("args", (args, kwargs)).values() if not leaf.is_meta]
-    return devices[0] if devices else None
+    return next((leaf.device for leaf in leaves_of("args", (args, kwargs)).values() if not leaf.is_meta), None)

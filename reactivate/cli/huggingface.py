@@ -180,9 +180,7 @@ def _check_settings(kind: Any, settings: Mapping[str, Any]) -> None:
         return
     try:
         default = kind()
-    except (
-        Exception
-    ):  # of the class: it cannot be made without fields, and says what is wrong with those that are given
+    except Exception:  # of the class: it needs fields, and says itself what is wrong with those that are given
         return
     known = {*vars(default), *default.attribute_map}
     for name in settings:

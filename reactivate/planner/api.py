@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from time import perf_counter
@@ -13,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from reactivate._inspect.arguments import check_module, example_of
+from reactivate._inspect.arguments import check_module, example_of, why_not_called_with
 from reactivate._model.apply import paused
 from reactivate._modules.paths import THE_MODEL
 from reactivate._region.due import uncounted
@@ -181,8 +180,10 @@ def plan(
         begin_sharded(model)
         target = replace(find_target(model, args, kwargs, device), reserve=kept_free, margin=spare)
         check_directories(offered.values(), target)
-        if asked is None:
-            target.check_default_budget()
+        if asked is None and target.is_here and target.device.type == "cpu":
+            raise UsageError(
+                "plan needs a budget on a CPU: pass bytes, '8GiB' or '50%', as in budget='8GiB' (--budget 8GiB)."
+            )
         planned = TrainingStep(model, args, kwargs, loss, step, compiled=compiled)
         may_slice = head == "rows" or (head is None and target.device.type == target.spec.name == "cpu")
         head = "rows" if may_slice and not (shapes or compiled or group) else "keep"
@@ -255,19 +256,14 @@ def _check_call(name: str, function: Any, given: int) -> None:
     """See to it that a function, or a module of a class, can be called with so many arguments, where Python knows that."""
     is_class, kind = isinstance(function, type), function if isinstance(function, type) else type(function)
     is_module = issubclass(kind, Module)
-    try:
-        signature = inspect.signature(function.forward if is_module else function)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(*range(given + is_class))
-    except TypeError as error:
+    reason, _ = why_not_called_with(function.forward if is_module else function, range(given + is_class), {})
+    if reason:
         called = f"{kind.__name__}()" if is_module else name_of(function)
         takes = "the model's output alone" if given else "no argument"
         example = f"lambda output: {called}(output, labels)" if given else f"lambda: {called}(...)"
         raise UsageError(
-            f"plan: {name}= is called with {takes}; {called} cannot be ({error}). Write {name}={example}."
-        ) from None
+            f"plan: {name}= is called with {takes}; {called} cannot be ({reason}). Write {name}={example}."
+        )
 
 
 def _check_beside_step(**others: Any) -> None:
@@ -280,20 +276,22 @@ def _check_beside_step(**others: Any) -> None:
 
 
 def _check_step(loss: Any, step: Any) -> None:
-    for name, function, takes in (("loss", loss, "the model's output"), ("step", step, "nothing")):
-        given = 1 if name == "loss" else 0
+    for name, function, takes, given in (("loss", loss, "the model's output", 1), ("step", step, "nothing", 0)):
+        if function is None:
+            continue
         is_class = isinstance(function, type)
         if is_class and issubclass(function, Module):
             _check_call(name, function, given)
-        if function is not None and (is_class or not callable(function)):
+        if is_class or not callable(function):
             instance = f" Write {name}={function.__name__}()." if is_class else ""
             raise UsageError(f"plan: {name}= takes a function of {takes}; got {described(function)}.{instance}")
-        if function is not None:
-            _check_call(name, function, given)
+        _check_call(name, function, given)
 
 
 def _check_optimizer(model: Module, optimizer: Any) -> None:
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, Optimizer):
         is_kind = isinstance(optimizer, type) and issubclass(optimizer, Optimizer)
         kind = optimizer.__name__ if is_kind else "AdamW"
         raise UsageError(
@@ -301,9 +299,7 @@ def _check_optimizer(model: Module, optimizer: Any) -> None:
             f"optimizer=torch.optim.{kind}(model.parameters())."
         )
     own = set(map(id, model.parameters()))
-    if optimizer is not None and not any(
-        id(item) in own for group in optimizer.param_groups for item in group["params"]
-    ):
+    if not any(id(item) in own for group in optimizer.param_groups for item in group["params"]):
         raise UsageError(
             f"plan: optimizer= has none of the parameters of the {type(model).__name__}, so its state for them is unknown. "
             "Make it from the parameters that the model has now: those of a model that was built anew, or sharded since, "

@@ -52,6 +52,57 @@ class _StopStep(BaseException):
     """A step needs more memory than is free, or more time than another way to run it: no `except Exception` takes it."""
 
 
+@contextmanager
+def on_tensors(step: TrainingStep, device: torch.device | None, answers: RealAnswers | None) -> Iterator[Running]:
+    """Yield what `step.on_tensors` does. Results are recorded there if it is for real, and given otherwise."""
+    with ExitStack() as stack:
+        run, known = stack.enter_context(step.on_tensors(device))
+        if answers is not None:
+            stack.enter_context(answers.recorded(known) if device is None else answers.given(known))
+        yield run, known
+
+
+def simulate(
+    step: TrainingStep,
+    policy: Assignment,
+    units: Mapping[str, Module],
+    costs: Costs,
+    device: torch.device,
+    *,
+    is_real: bool = False,
+    answers: RealAnswers | None = None,
+    count_functions: bool = False,
+    watch: Watch | None = None,
+    looks_on: bool = False,
+) -> Trace:
+    """Run `step` once with `policy` applied to its model, and trace its memory; up to where one of its regions is refused.
+
+    Args:
+        units: the model's units by their paths.
+        device: where tensors on the meta device are to seem to be.
+        is_real: whether the step runs on its own tensors, in their memory.
+        answers: takes results from a real step, gives them to a simulated one.
+        count_functions: whether to count the calls of torch's functions, and to find where sizes depend on data.
+        watch: called after each op with the bytes that are alive; it may raise.
+        looks_on: whether to run the step that follows, too, for the regions that are refused there.
+    """
+    rehearsal = next((item for item in policy.storages.values() if isinstance(item, Rehearsal)), None)
+    options: dict[str, Any] = {"count_functions": count_functions, "rehearsal": rehearsal, "watch": watch}
+    options |= {"model": step.model, "answers": None if is_real else answers}
+    on = on_tensors(step, None if is_real else device, answers)
+    try:
+        with apply(step.model, policy), on as (run, known):
+            with traced(units, known, costs, **options) as trace:
+                trace.is_real = is_real
+                run()
+            if looks_on:  # each trace begins with the state that the first one does
+                trace.refused |= refused_in(run)
+    except MutationError:
+        if trace.refused.isdisjoint(policy.regions):
+            raise
+    return trace
+
+
 class Simulator:
     """Runs one step under any candidates of its units.
 
@@ -126,14 +177,15 @@ class Simulator:
             plain_bytes: what the plain step takes.
         """
         self._tell("the calls of blocks, recorded")
+        device = self._target.device
         units = {path: unit for path, unit in self._units.items() if path not in self.refused}
         recorded = {path: names for path, names in functions.items() if path in units}
 
         def record(*, is_real: bool) -> dict[str, tuple[RecordedCall, ...]]:
-            on = functools.partial(self._on_tensors, None if is_real else self._answers, is_real=is_real)
+            on = functools.partial(on_tensors, self._step, *((None, None) if is_real else (device, self._answers)))
             return recorded_calls(self._step.model, on, units, recorded, costs)
 
-        fits = SAVING_ALL * plain_bytes < available_bytes(self._target.device)
+        fits = SAVING_ALL * plain_bytes < available_bytes(device)
         if self.mode == "real" and fits:
             return record(is_real=True)
         found = _simulated(functools.partial(record, is_real=False))
@@ -284,56 +336,14 @@ class Simulator:
         **options: Any,
     ) -> Trace:
         policy = Assignment(without_refused(candidates, self.refused), storages or {})
-        found = self._traced(policy, costs, answers, watch, **options)
+        given = self._step, policy, self._units, costs, self._target.device
+        found = simulate(*given, answers=answers, watch=watch, **options)
         refused = found.refused.intersection(policy.regions)
         if refused:
             self.refused |= refused
             found = self._run(candidates, costs, answers, watch, storages=storages, **options)
             found.failures.append(f"regions are refused: {', '.join(sorted(refused))}")
         return found
-
-    def _traced(
-        self,
-        policy: Assignment,
-        costs: Costs,
-        answers: RealAnswers | None,
-        watch: Watch | None,
-        *,
-        is_real: bool = False,
-        count_functions: bool = False,
-        looks_on: bool = False,
-    ) -> Trace:
-        """Trace the step with `policy` applied to its model, up to where one of its regions is refused.
-
-        Args:
-            answers: takes results from a real step, gives them to a simulated one.
-            is_real: whether the step runs on its own tensors, in their memory.
-            count_functions, watch: see `traced`.
-            looks_on: whether to run the step that follows, too, for the regions that are refused there.
-        """
-        rehearsal = next((item for item in policy.storages.values() if isinstance(item, Rehearsal)), None)
-        options: dict[str, Any] = {"count_functions": count_functions, "rehearsal": rehearsal, "watch": watch}
-        options |= {"model": self._step.model, "answers": None if is_real else answers}
-        try:
-            with apply(self._step.model, policy), self._on_tensors(answers, is_real=is_real) as (run, known):
-                with traced(self._units, known, costs, **options) as trace:
-                    trace.is_real = is_real
-                    run()
-                if looks_on:  # each trace begins with the state that the first one does
-                    trace.refused |= refused_in(run)
-        except MutationError:
-            if trace.refused.isdisjoint(policy.regions):
-                raise
-        return trace
-
-    @contextmanager
-    def _on_tensors(self, answers: RealAnswers | None, *, is_real: bool) -> Iterator[Running]:
-        """Yield what `TrainingStep.on_tensors` does. Results are recorded there if it is for real, and given otherwise."""
-        with ExitStack() as stack:
-            run, known = stack.enter_context(self._step.on_tensors(None if is_real else self._target.device))
-            if answers is not None:
-                stack.enter_context(answers.recorded(known) if is_real else answers.given(known))
-            yield run, known
 
     def _within_memory(self) -> Watch:
         """Return what stops a step before it takes more than is free."""

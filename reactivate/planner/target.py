@@ -47,17 +47,6 @@ class Target:
         """Return whether the memory is the host's."""
         return self.device.type == "cpu" and self.spec.name == "cpu"
 
-    def check_default_budget(self) -> None:
-        """See to it that the device has a default budget.
-
-        Raises:
-            UsageError: it is a CPU that is here, whose free memory is unknown.
-        """
-        if self.is_here and self.device.type == "cpu":
-            raise UsageError(
-                "plan needs a budget on a CPU: pass bytes, '8GiB' or '50%', as in budget='8GiB' (--budget 8GiB)."
-            )
-
     def capacity_bytes(self, fixed_bytes: int, *, is_predicted: bool) -> int:
         """Return what is free on the device, and what the step has there already."""
         if is_predicted:
@@ -153,29 +142,30 @@ def device_spec(device: torch.device) -> DeviceSpec:
 
 def available_bytes(device: torch.device) -> int:
     """The memory of a device that is free now. If unknown, more than there can be."""
-    found = _free_and_total(device)
-    return sys.maxsize if found is None else found[0]
+    return _free_and_total(device)[0]
 
 
 def memory_bytes(device: torch.device) -> int:
     """The memory of a device, all of it; for a CPU that of the machine. 0 if unknown."""
-    found = _free_and_total(device)
-    return 0 if found is None else found[1]
+    return _free_and_total(device)[1]
 
 
-def _free_and_total(device: torch.device) -> tuple[int, int] | None:
+def _free_and_total(device: torch.device) -> tuple[int, int]:
     if device.type != "cpu":
         ask = getattr(torch.get_device_module(device), "mem_get_info", None)
         if ask is None:
-            return None
+            return _UNKNOWN
         free, total = ask(device)
         return int(free), int(total)
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
-        return None
+        return _UNKNOWN
     sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     return sizes["MemAvailable"] * 1024, sizes["MemTotal"] * 1024
+
+
+_UNKNOWN = sys.maxsize, 0
 
 
 def is_alone() -> bool:
