@@ -177,12 +177,12 @@ class Planner:
             self.profile = replace(self.profile, is_predicted=True)
             return plain
         with apply(self.step.model, Assignment(without_refused(policy.candidates, self._simulator.refused))):
-            measured = measure_step(self.step, self.target, self._tell)
-        self.profile = replace(self.profile, costs=measured.costs, uncertainty=measured.uncertainty)
-        priced = measured.costs.priced(plain, costs) if isinstance(costs, RooflineCosts) else None
-        plain = self._simulator.run({}, measured.costs) if priced is None else priced
-        same = self._simulator.run(policy.candidates, measured.costs) if policy.candidates else plain
-        self.plain_seconds = measured.seconds * plain.seconds / same.seconds
+            measured, seconds, uncertainty = measure_step(self.step, self.target, self._tell)
+        self.profile = replace(self.profile, costs=measured, uncertainty=uncertainty)
+        priced = measured.priced(plain, costs) if isinstance(costs, RooflineCosts) else None
+        plain = self._simulator.run({}, measured) if priced is None else priced
+        same = self._simulator.run(policy.candidates, measured) if policy.candidates else plain
+        self.plain_seconds = seconds * plain.seconds / same.seconds
         return plain
 
     def _measure_compiled(self, plain: Trace, available: int) -> Trace | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from html import escape
 
 from reactivate._modules.paths import THE_MODEL
@@ -229,46 +229,30 @@ _CHOICE_COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class PolicyRow:
-    """A plan or a fixed policy.
-
-    Attributes:
-        point: what it is called and what it comes to.
-        is_chosen: whether it is the plan itself.
-        fits: whether it stays within the budget.
-    """
-
-    point: Point
-    is_chosen: bool
-    fits: bool
-
-
 def choice_table(plan: PlanContents, most: int = MOST_POINTS) -> Table:
     """Return the plan among `most` of the frontier and the fixed policies, the smallest peak first."""
     rows = [
         Row(
             [
-                "→" if choice.is_chosen else "",
-                choice.point.label,
-                in_words(choice.point.peak_bytes),
-                seconds_in_words(choice.point.seconds),
-                slowdown(plan, choice.point.seconds),
-                "fits" if choice.fits else "over",
+                "→" if is_same(point, plan_point(plan)) else "",
+                point.label,
+                in_words(point.peak_bytes),
+                seconds_in_words(point.seconds),
+                slowdown(plan, point.seconds),
+                "fits" if point.peak_bytes <= plan.budget_bytes else "over",
             ]
         )
-        for choice in choices(plan, most)
+        for point in choices(plan, most)
     ]
     return Table(_CHOICE_COLUMNS, rows)
 
 
-def choices(plan: PlanContents, most: int = MOST_POINTS) -> list[PolicyRow]:
+def choices(plan: PlanContents, most: int = MOST_POINTS) -> list[Point]:
     """The plan, `most` of the frontier and the fixed policies, the smallest peak first; equals are one."""
     chosen = plan_point(plan)
     frontier = [point for point in _spread(plan.frontier, most) if not is_same(point, chosen)]
     points = together([chosen, *frontier, *plan.policies])
-    points.sort(key=lambda point: (point.peak_bytes, -point.seconds))
-    return [PolicyRow(point, is_same(point, chosen), point.peak_bytes <= plan.budget_bytes) for point in points]
+    return sorted(points, key=lambda point: (point.peak_bytes, -point.seconds))
 
 
 def plan_point(plan: PlanContents) -> Point:

@@ -6,7 +6,7 @@ Without the script the page says the same: it shows values sooner than a browser
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,21 +25,6 @@ if TYPE_CHECKING:
 SIZE = (5.2, 3.9)  # of a picture, in inches: two are side by side on a screen, one is as wide as a phone
 
 MOST_TENSORS = 40  # rows of tensors that are alive at the peak
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A picture on the page.
-
-    Attributes:
-        heading: what stands above it.
-        svg: the picture.
-        described: the same in words.
-    """
-
-    heading: str
-    svg: str
-    described: str
 
 
 @dataclass(frozen=True)
@@ -86,12 +71,11 @@ def page(plan: PlanContents) -> str:
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def _pictures(plan: PlanContents) -> tuple[Picture, ...]:
-    memory, choice = drawn(plan, timeline.draw, size=SIZE), drawn(plan, pareto.draw, size=SIZE)
-    return (
-        Picture("Memory of a step", _inline(memory, "timeline", timeline.spots(plan)), timeline.described(plan)),
-        Picture("Memory or time", _inline(choice, "pareto", pareto.spots(plan)), pareto.described(plan)),
-    )
+def _pictures(plan: PlanContents) -> Iterator[tuple[str, str, str]]:
+    """Yield of each picture what stands above it, the picture, and the same in words."""
+    for heading, name, module in (("Memory of a step", "timeline", timeline), ("Memory or time", "pareto", pareto)):
+        figure = drawn(plan, module.draw, size=SIZE)
+        yield heading, _inline(figure, name, module.spots(plan)), module.described(plan)
 
 
 def _inline(figure: Figure, name: str, spots: Iterable[Band | Dot]) -> str:
@@ -125,10 +109,10 @@ def _memory(plan: PlanContents) -> HtmlTable:
 def _choices(plan: PlanContents) -> HtmlTable:
     """All of the frontier, each of its points with the call that plans for it."""
     most = max(len(plan.frontier), plan_text.MOST_POINTS)
-    table, choices = plan_text.choice_table(plan, most), plan_text.choices(plan, most)
-    chosen = next(index for index, choice in enumerate(choices) if choice.is_chosen)
-    calls = tuple(plan_text.planning_call(plan, choice.point) for choice in choices)
-    return HtmlTable("Other choices", table, marked=chosen, calls=calls, is_wide=True)
+    points, plan_itself = plan_text.choices(plan, most), plan_text.plan_point(plan)
+    chosen = next(index for index, point in enumerate(points) if plan_text.is_same(point, plan_itself))
+    calls = tuple(plan_text.planning_call(plan, point) for point in points)
+    return HtmlTable("Other choices", plan_text.choice_table(plan, most), marked=chosen, calls=calls, is_wide=True)
 
 
 def _alive(plan: PlanContents) -> list[HtmlTable]:

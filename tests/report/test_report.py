@@ -207,12 +207,12 @@ def test_a_notebook_shows_the_tables(plan: Plan) -> None:
 
 @every_plan
 def test_exactly_one_choice_is_marked(plan: Plan) -> None:
-    choices = plan_text.choices(plan)
-    (chosen,) = [choice for choice in choices if choice.is_chosen]
-    assert (chosen.point.peak_bytes, chosen.point.seconds) == (plan.predicted.peak_bytes, plan.predicted.seconds)
-    assert all(choice.fits == (choice.point.peak_bytes <= plan.budget_bytes) for choice in choices)
+    choices, rows = plan_text.choices(plan), [row.cells for row in plan_text.choice_table(plan).rows]
+    (chosen,) = [point for point, cells in zip(choices, rows, strict=True) if cells[0] == "→"]
+    assert (chosen.peak_bytes, chosen.seconds) == (plan.predicted.peak_bytes, plan.predicted.seconds)
+    assert all((cells[-1] == "fits") == (point.peak_bytes <= plan.budget_bytes) for point, cells in zip(choices, rows))
     for point in (*plan.policies, *plan.frontier[:1], *plan.frontier[-1:]):
-        assert any(plan_text.is_same(choice.point, point) for choice in choices)
+        assert any(plan_text.is_same(choice, point) for choice in choices)
 
 
 # -- pictures ---------------------------------------------------------------------------------------------------------

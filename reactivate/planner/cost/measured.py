@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -168,23 +167,12 @@ def _wait(device: torch.device) -> None:
 # -- several looks -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
-    """The findings of several looks at a step.
+def measure_step(step: TrainingStep, target: Target, tell: Tell) -> tuple[MeasuredCosts, float, float]:
+    """Run a step for real: once to warm up, then for what its ops cost as often as that is implausible, then for its time.
 
-    Attributes:
-        costs: of its ops.
-        seconds: what the step takes.
-        uncertainty: by which part of it the time of the step was another when it was measured again.
+    Returns:
+        The costs of its ops; what it takes, in seconds; by which part of that it was another when it was measured again.
     """
-
-    costs: MeasuredCosts
-    seconds: float
-    uncertainty: float
-
-
-def measure_step(step: TrainingStep, target: Target, tell: Tell) -> MeasuredStep:
-    """Run a step for real: once to warm up, then for what its ops cost as often as that is implausible, then for its time."""
     tell("the step runs, to warm up")
     step.run_for_real()
     samples: list[Sample] = []
@@ -201,7 +189,7 @@ def measure_step(step: TrainingStep, target: Target, tell: Tell) -> MeasuredStep
     modelled = {key: value for sample in samples for key, value in sample.modelled.items()}
     costs = MeasuredCosts(target.spec, target.rounding, best_costs(samples), modelled)
     again = max(seconds) / min(seconds) - 1 if min(seconds) else 0.0
-    return MeasuredStep(costs, min(seconds), max(again, time_uncertainty(samples)))
+    return costs, min(seconds), max(again, time_uncertainty(samples))
 
 
 def best_costs(samples: Sequence[Sample]) -> dict[Key, Cost]:
