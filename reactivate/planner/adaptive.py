@@ -151,7 +151,8 @@ class AdaptivePlan(PerCall):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.profiled, self._shapes, self._known)  # without the step, as a plan
+        again = functools.partial(AdaptivePlan, _planner=None, _known=self._known)  # without the step, as a plan
+        return again, (self.profiled, self._shapes)
 
     def _applied_to(self, model: Module) -> Callable[[], None]:
         return self.profiled._applied_to(model)
@@ -258,10 +259,6 @@ class AdaptivePlan(PerCall):
                 f"{type(cause).__name__}: {cause}. A loss with fixed targets cannot follow the batch: write "
                 "loss= so that it makes targets of the output's shape."
             ) from error
-
-
-def _unpickled(profiled: Plan, shapes: CallShapes, known: dict[CallShapes, ShapePlan]) -> AdaptivePlan:
-    return AdaptivePlan(profiled, shapes, None, _known=known)
 
 
 @dataclass(frozen=True)

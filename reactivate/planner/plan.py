@@ -32,7 +32,7 @@ from reactivate.planner.offload import storages_in
 from reactivate.planner.runner import Measurement, StepRunner
 from reactivate.planner.text import html, text
 from reactivate.planner.units import bucket_bytes, find_units, module_class_name, parameter_digest
-from reactivate.planner.watches import watching_loaded
+from reactivate.planner.watches import CallWatch
 from reactivate.policies._base import Interest
 
 VERSION = 1
@@ -117,7 +117,10 @@ class Plan(PlanContents, OfPlanner, Saved):
                 f"apply: this plan was made for {self.made_for.model}, and this model is another: "
                 f"{'; '.join(differences[:3])}{'; ...' if len(differences) > 3 else ''}. Plan again, for this model."
             )
-        return watching_loaded(model, self) if self.runner is None else self.runner.watch(model, self)
+        if self.runner is not None:
+            return self.runner.watch(model, self)
+        watch = CallWatch(self, None, is_from_file=True)
+        return model.register_forward_pre_hook(watch, with_kwargs=True).remove
 
     # -- its step -------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ from reactivate.planner.units import find_units, unit_digests
 Value = TypeVar("Value")
 
 _ASKED = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|KiB|MiB|GiB)", re.IGNORECASE)
-_UNITS = {"bytes": "B"}
 _TRIES = 5  # under ever tighter plans: the last of them is the least
 _UNSAID = 0.05  # of the plan's peak: by how much it is tightened where the error does not say what was missing
 
@@ -43,7 +42,7 @@ class NoTighterPlan(Exception):
 def asked_bytes(shortage: Exception) -> int | None:
     """Return how much a step asked for when there was no more, if its error says that."""
     found = _ASKED.search(str(shortage))
-    return None if found is None else parse(f"{found[1]} {_UNITS.get(found[2], found[2])}").total_bytes
+    return None if found is None else parse(f"{found[1]} {found[2].replace('bytes', 'B')}").total_bytes
 
 
 class Ladder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,7 +40,7 @@ class CallWatch:
         self._known = {tuple(shape for _, shape, _ in plan.made_for.inputs)}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _watch_of_file, (self._plan,)
+        return functools.partial(CallWatch, is_from_file=True), (self._plan, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CallWatch:
         return CallWatch(self._plan, None, is_from_file=self._is_from_file)
@@ -89,15 +90,6 @@ class CallWatch:
         total = plan.fixed.total - plan.fixed.inputs + peak
         verdict = "still holds" if total <= plan.budget_bytes else "does not hold: plan again"
         return said + f"The peak will be {in_words(total)}; the budget of {in_words(plan.budget_bytes)} {verdict}."
-
-
-def watching_loaded(model: Module, plan: PlanContents) -> Callable[[], None]:
-    """Watch a model with a plan from a file. Returns what ends that."""
-    return model.register_forward_pre_hook(_watch_of_file(plan), with_kwargs=True).remove
-
-
-def _watch_of_file(plan: PlanContents) -> CallWatch:
-    return CallWatch(plan, None, is_from_file=True)
 
 
 def _is_on(device: torch.device, made_for: Circumstances) -> bool:

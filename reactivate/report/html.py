@@ -60,7 +60,7 @@ def page(plan: PlanContents) -> str:
         verdict=plan_text.verdict(plan),
         proof=plan_text.proof(plan),
         copies=plan_text.copies(plan),
-        pictures=_pictures(plan),
+        pictures=list(_pictures(plan)),
         blocks=_blocks(plan),
         memory=_memory(plan),
         tables=(_choices(plan), *_alive(plan)),
