@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from time import perf_counter
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
@@ -43,7 +43,6 @@ QUICK = 0.2  # seconds of a real step that no simulation is compared with
 MOST_OPS = 20_000  # of a step that is simulated only to find out whether sizes depend on the data
 SAVING_ALL = 2  # times as much memory as a plain step a step may take that saves all calls
 
-Mode = Literal["fake", "recorded", "real"]
 Watch = Callable[[int], None]
 Value = TypeVar("Value")
 
@@ -112,7 +111,7 @@ class Simulator:
         needs_fakes: whether steps are to be simulated wherever they can be: storages are rehearsed in these.
 
     Attributes:
-        mode: how steps run, once `first` has found out.
+        is_real: whether steps run for real, once `first` has found out.
         refused: the paths of the regions that the engine has refused so far: candidates with one of them are left out.
     """
 
@@ -126,7 +125,7 @@ class Simulator:
         *,
         needs_fakes: bool,
     ) -> None:
-        self.mode: Mode = "fake"
+        self.is_real = False
         self.refused: set[str] = set()
         self._step, self._target, self._units, self._tell, self._ranks = step, target, units, tell, ranks
         # How many steps run depends on measured times: other ranks would wait for the collectives of a real one.
@@ -138,7 +137,7 @@ class Simulator:
     @property
     def needs_values(self) -> bool:
         """Return whether steps need values: they run for real, or with recorded results."""
-        return self.mode == "real" or self._answers is not None
+        return self.is_real or self._answers is not None
 
     @property
     def margin(self) -> DataMargin:
@@ -160,7 +159,7 @@ class Simulator:
     ) -> Trace:
         """Return the step with candidates for some units, by path; a storage that these use is in rehearsal."""
         run = functools.partial(self._run, candidates, costs, storages=storages, looks_on=looks_on)
-        if self.mode == "real":
+        if self.is_real:
             return _run_if_it_fits(run)
         if self._answers is None:
             return run()
@@ -186,7 +185,7 @@ class Simulator:
             return recorded_calls(self._step.model, on, units, recorded, costs)
 
         fits = SAVING_ALL * plain_bytes < available_bytes(device)
-        if self.mode == "real" and fits:
+        if self.is_real and fits:
             return record(is_real=True)
         found = _simulated(functools.partial(record, is_real=False))
         if not isinstance(found, Exception):
@@ -217,7 +216,7 @@ class Simulator:
         answers = RealAnswers()
         try:
             real, seconds = self._timed(costs, answers)
-            self.mode = "real"
+            self.is_real = True
             if seconds <= QUICK and not real.of_data:
                 return real
             began = perf_counter()
@@ -227,14 +226,14 @@ class Simulator:
             if fake is not None and seconds > longest:  # maybe since it was the first
                 real, seconds = self._timed(costs)
         except (_StopStep, torch.OutOfMemoryError):
-            self.mode, self._answers, self._of_data = "fake", None, frozenset()
+            self.is_real, self._answers, self._of_data = False, None, frozenset()
             return None
         if fake is None:  # nothing tells whether its sizes depend on the data
             self._of_data = frozenset(real.of_data)
             return real
         if seconds <= longest:
             return real
-        self.mode = "fake" if self._answers is None else "recorded"
+        self.is_real = False
         return fake
 
     def _timed(self, costs: Costs, answers: RealAnswers | None = None) -> tuple[Trace, float]:
@@ -288,7 +287,6 @@ class Simulator:
             self._run(dict.fromkeys(self._units, FULL), costs, answers, watch, is_real=True, count_functions=True)
             found = _simulated(functools.partial(self._with, answers, costs))
             if not isinstance(found, Exception):
-                self.mode = "fake" if self._answers is None else "recorded"
                 self._of_data = frozenset().union(*self._ranks.gather(self._of_data))
                 return found
             reason = found  # an op that no fake tensor and no real step can tell enough of
@@ -298,7 +296,7 @@ class Simulator:
             plain = self._plain(costs, None, watch, is_real=True)
         except (_StopStep, torch.OutOfMemoryError):
             raise self._too_large(reason) from reason
-        self.mode, self._of_data = "real", frozenset(plain.of_data)
+        self.is_real, self._of_data = True, frozenset(plain.of_data)
         return plain
 
     def _with(self, answers: RealAnswers, costs: Costs, watch: Watch | None = None) -> Trace:

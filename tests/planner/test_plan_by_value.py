@@ -149,7 +149,7 @@ def test_where_memory_is_scarce_calls_are_recorded_without_any(
     torch.manual_seed(0)
     monkeypatch.setattr(simulator, "QUICK", 1e9)
     found = prepared(gpt(layers=2))
-    assert found._simulator.mode == "real"
+    assert found._simulator.is_real
     if not can_simulate:
         run = TrainingStep.on_tensors
         monkeypatch.setattr(
