@@ -72,7 +72,7 @@ def tell(error: BaseException, *, as_json: bool, with_traceback: bool) -> Code:
         if isinstance(error, PlanInfeasible):
             figures = {"budget_bytes": error.budget_bytes, "least_bytes": error.least_bytes}
             document = {"feasible": False, **figures, **document}
-        answer(as_json, document, "")
+        click.echo(json.dumps(document, indent=1))
     return code
 
 

@@ -51,5 +51,5 @@ def among(world: int | None, sizes: Mapping[str, int] | None) -> Iterator[Any]:
             f"--world {count}: the mesh has {found} ranks. Make its sizes multiply to {count}, or leave --world out."
         )
     with alone_among(count):
-        shape, names = tuple((sizes or {}).values()), tuple(sizes or ())
-        yield torch.distributed.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names) if names else None
+        mesh_of = torch.distributed.device_mesh.init_device_mesh
+        yield None if sizes is None else mesh_of("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
