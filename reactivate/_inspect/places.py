@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from traceback import walk_stack
 from types import CodeType, FrameType
 
 from torch.nn import Module
@@ -48,13 +49,9 @@ class SourcePlaces:
         return None if site[0] in self._around else line_of(site)
 
 
-def codes_around(frame: FrameType | None) -> set[CodeType]:
+def codes_around(frame: FrameType) -> set[CodeType]:
     """Return the code of a frame, and of those that called it."""
-    codes = set()
-    while frame is not None:
-        codes.add(frame.f_code)
-        frame = frame.f_back
-    return codes
+    return {each.f_code for each, _ in walk_stack(frame)}
 
 
 def module_of(region: Region) -> Module | None:

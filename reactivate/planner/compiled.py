@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -103,9 +103,8 @@ class CompiledModules:
             watched: from a module and its call to what is called in its place.
         """
         watch = watched or (lambda module, call: call)
-        with ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("default"))
-            stack.enter_context(called_through({module: watch(module, call) for module, call in self.calls.items()}))
+        calls = {module: watch(module, call) for module, call in self.calls.items()}
+        with torch.compiler.set_stance("default"), called_through(calls):
             yield
 
     def has(self, unit: Module) -> bool:

@@ -76,7 +76,7 @@ def recorded_calls(
         run, _ = stack.enter_context(on_tensors())
         for path in recorded:
             hook = functools.partial(recorder.unit_done, path)
-            stack.callback(units[path].register_forward_hook(hook, with_kwargs=True).remove)
+            stack.enter_context(units[path].register_forward_hook(hook, with_kwargs=True))
         stack.enter_context(observed_by(recorder))
         stack.enter_context(recorder)
         stack.enter_context(_UpToBackward(recorder.is_done))

@@ -165,11 +165,8 @@ class TrainingStep:
             if torch.is_grad_enabled():
                 tell(StepFacts(given or default_loss(output)[0], model.training))
 
-        handle = self.model.register_forward_hook(look)
-        try:
+        with self.model.register_forward_hook(look):
             yield
-        finally:
-            handle.remove()
 
     def check_ran(self, has_called: bool, has_gone_back: bool) -> None:
         """See to it that the user's own step is one of this model.
@@ -340,8 +337,5 @@ def _refusing_optimizers() -> Iterator[None]:
             "which would change the model. Leave that out, and pass plan(optimizer=...) for its memory."
         )
 
-    handle = register_optimizer_step_pre_hook(refuse)
-    try:
+    with register_optimizer_step_pre_hook(refuse):
         yield
-    finally:
-        handle.remove()

@@ -88,11 +88,8 @@ def traced(
     if answers is not None:
         answers.tell = tracer.needs_data
     with ExitStack() as stack:
-        for handle in (
-            register_module_forward_pre_hook(tracer.unit_begins),
-            register_module_forward_hook(tracer.unit_ends, always_call=True),
-        ):
-            stack.callback(handle.remove)
+        stack.enter_context(register_module_forward_pre_hook(tracer.unit_begins))
+        stack.enter_context(register_module_forward_hook(tracer.unit_ends, always_call=True))
         if tracer.clock is not None:
             stack.enter_context(tracer.clock.orders)
         stack.enter_context(tracer.resized.resizes)
