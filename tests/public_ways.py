@@ -50,7 +50,7 @@ def prefer_public_ways(module: Any) -> None:
         return resolve_private(*names, probe=found, public=public, **others)
 
     module.resolve_private = choose
-    module.layout = lambda what, find_it: None
+    module.layout = lambda what: lambda find_it: lambda: None
 
 
 sys.meta_path.insert(0, _Finder())

@@ -106,13 +106,9 @@ def python_stream() -> RandomStream:
     return RandomStream("Python's random", read, write, memory=[_view(address, _FIRST_WORDS)], ask=ask)
 
 
-@functools.cache
+@layout("the memory layout of Python's random")
 def _python_words() -> tuple[int, int] | None:
     """Return (offset, bytes) of index and words in a `random.Random`, tried out by drawing; None if unknown."""
-    return layout("the memory layout of Python's random", _find_python_words)
-
-
-def _find_python_words() -> tuple[int, int] | None:
     if sys.implementation.name != "cpython":
         return None
     one, other = random.Random(5), random.Random(6)
@@ -163,16 +159,12 @@ def _comparable(state: Any) -> Any:
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 
-@functools.cache
+@layout("the memory layout of NumPy's random")
 def _numpy_spare() -> int | None:
     """Return where a `RandomState` keeps its spare normal number, tried out by drawing; None if unknown.
 
     Sixteen bytes: whether there is one (an int, padded), and the number.
     """
-    return layout("the memory layout of NumPy's random", _find_numpy_spare)
-
-
-def _find_numpy_spare() -> int | None:
     if sys.implementation.name != "cpython":
         return None
     numpy: Any = sys.modules["numpy"]

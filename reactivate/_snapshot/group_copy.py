@@ -12,7 +12,7 @@ from torch import Tensor
 from reactivate._snapshot import geometry
 from reactivate._snapshot.geometry import Geometry, elements_of, geometry_of, has_memory
 from reactivate._snapshot.small_copy import has_bits
-from reactivate._torch.modes import copy_all, equal_unseen, is_dispatch_mode_active, is_function_mode_active
+from reactivate._torch.modes import copy_all, is_dispatch_mode_active, is_function_mode_active, run_unseen
 
 _ndim_of, _shape_of, _dtype_of = map(attrgetter, ("ndim", "shape", "dtype"))
 
@@ -112,7 +112,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return one.is_cpu and is_plain(one) and is_plain(other) and equal_unseen(bits_of(one), bits_of(other))
+    return one.is_cpu and is_plain(one) and is_plain(other) and run_unseen(torch.equal, bits_of(one), bits_of(other))
 
 
 def bits_of(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import CodeType, GeneratorType
 from typing import Any, TypeVar
 
@@ -196,17 +196,9 @@ def own_call_of(module: Module) -> Callable[..., Any]:
     return module._call_impl  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def called_through(calls: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
-    """Put something into the place of the calls of modules, inside of the context."""
-    before = {module: compiled_call_of(module) for module in calls}
-    try:
-        for module, call in calls.items():
-            setattr(module, _IN_PLACE, call)
-        yield
-    finally:
-        for module, found in before.items():
-            setattr(module, _IN_PLACE, found)
+def called_through(calls: Mapping[Module, Callable[..., Any]]) -> Replaced:
+    """Return a context in which something is in the place of the calls of modules."""
+    return Replaced(lambda: [(module, _IN_PLACE, call) for module, call in calls.items()])
 
 
 def is_wrapped_by_compiler(module: Module) -> bool:

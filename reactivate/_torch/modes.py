@@ -176,14 +176,9 @@ def copy_unseen(tensor: Tensor) -> Tensor:
             return tensor.detach().clone()
 
 
-def equal_unseen(one: Tensor, other: Tensor) -> bool:
-    """Compare tensors unseen by the user's modes and by a fake-tensor mode, which could not say."""
-    return run_unseen(torch.equal, one, other)
-
-
 def is_same_state(one: Any, other: Any) -> bool:
-    """Compare states of a generator: tensors unseen, anything else as it compares itself."""
-    return equal_unseen(one, other) if isinstance(one, Tensor) else bool(one == other)
+    """Compare states of a generator: tensors unseen by modes, of which one for fake tensors could not say."""
+    return run_unseen(torch.equal, one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
 # Many tensors copied into others with one call; `torch.Tensor.copy_` costs a call of Python's for each.

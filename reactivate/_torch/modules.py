@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from gc import get_referents
 from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +17,7 @@ from torch.nn.modules import module as _module
 from torch.nn.parallel import DistributedDataParallel
 
 from reactivate._torch.modes import run_unseen
-from reactivate._torch.private_api import find, resolve_private
+from reactivate._torch.private_api import Replaced, find, resolve_private
 
 _Kind = TypeVar("_Kind", bound=Tensor)
 
@@ -176,20 +176,14 @@ def are_made_of_tensors(types: Iterable[type]) -> bool:
     return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
-@contextmanager
-def layouts_unseen() -> Iterator[None]:
+def layouts_unseen() -> AbstractContextManager[None]:
     """Inside, no mode sees how DTensors find out the size of a result: by the same op on tensors of all ranks' size."""
     library = sys.modules.get("torch.distributed.tensor._sharding_prop")
     if library is None:
-        yield
-        return
+        return nullcontext()
     kind, name = library.ShardingPropagator, "_propagate_tensor_meta_non_cached"
     before = getattr(kind, name)
-    setattr(kind, name, lambda *given: run_unseen(before, *given))
-    try:
-        yield
-    finally:
-        setattr(kind, name, before)
+    return Replaced(lambda: [(kind, name, lambda *given: run_unseen(before, *given))])
 
 
 def is_distributed_run() -> bool:

@@ -7,6 +7,7 @@ raises when it is used, and says so.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from threading import RLock
@@ -114,16 +115,25 @@ def resolve_private(
     return found if len(found) > 1 else found[0]
 
 
-def layout(what: str, find_it: Callable[[], Place | None]) -> Place | None:
-    """Return where something stands in memory, as far as that can be verified; None where the public way is to be taken.
+def layout(what: str) -> Callable[[Callable[[], Place | None]], Callable[[], Place | None]]:
+    """Let a function that finds where something stands in memory, and tries that out, be called once.
+
+    It returns None where that cannot be verified: then the public way is to be taken.
 
     Args:
         what: what stands there.
-        find_it: finds it, and tries it out.
     """
-    found: Place | None = _tried(find_it, ())
-    ways.append(Way((), what, found is not None))
-    return found
+
+    def verified(find_it: Callable[[], Place | None]) -> Callable[[], Place | None]:
+        @functools.cache
+        def found_once() -> Place | None:
+            found: Place | None = _tried(find_it, ())
+            ways.append(Way((), what, found is not None))
+            return found
+
+        return found_once
+
+    return verified
 
 
 def _tried(probe: Callable[..., Any], found: tuple[Any, ...]) -> Any:
@@ -135,7 +145,7 @@ def _tried(probe: Callable[..., Any], found: tuple[Any, ...]) -> Any:
         return None
 
 
-class Replaced:
+class Replaced(contextlib.AbstractContextManager[None]):
     """Attributes of classes and modules that have other values as long as anyone wants it, on whatever thread.
 
     Args:

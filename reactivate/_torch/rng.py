@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import struct
 import sys
 from collections.abc import Callable
@@ -58,17 +57,12 @@ class GeneratorMemory(NamedTuple):
     whole: _Span
 
 
-@functools.cache
+@layout("the memory layout of the CPU's generator")
 def cpu_generator_memory() -> GeneratorMemory | None:
     """Return where the CPU's generator keeps its state: torch has no cheaper question than a tensor with all 5 KB of it.
 
-    None where it is not as expected.
+    It is found in a generator of known content, and tried out by drawing from it and from a copy.
     """
-    return layout("the memory layout of the CPU's generator", _find)
-
-
-def _find() -> GeneratorMemory | None:
-    """Find the layout in a generator of known content, and try it out by drawing from it and from a copy."""
     seed, head = 0x5EED5EED, 16 * 4  # bytes of words
     generator, other = torch.Generator(), torch.Generator()
     generator.manual_seed(seed)
