@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._snapshot.caches import cached_by_class
+from reactivate._snapshot.contexts import COPIED, empty_like
 from reactivate._snapshot.held import ATOMS
 from reactivate._snapshot.kinds import is_value, namespace_of, slots_of
 from reactivate._torch.ops import registered_containers
-
-_PLAIN_CONTAINERS = frozenset({list, set, deque, dict, OrderedDict, defaultdict})
 
 
 class _Pieces(NamedTuple):
@@ -86,7 +85,7 @@ class Contents:
         if _is_as_it_is(value, kind):
             return lambda parts: value
         self._known[id(value)] = lambda parts: parts.made[number]
-        if kind in registered_containers and kind not in _PLAIN_CONTAINERS and kind is not tuple:
+        if kind in registered_containers and kind not in COPIED and kind is not tuple:
             children, context = registered_containers[kind].flatten_fn(value)
             self._alive.append(children := list(children))
             unflatten = registered_containers[kind].unflatten_fn
@@ -111,13 +110,9 @@ class Contents:
 
     def _filled(self, number: int, value: Any, kind: Any) -> Build:
         """Plan an object that is made empty and filled then: it may lead back to itself."""
-        make: Callable[[], Any] = kind if kind in _PLAIN_CONTAINERS else functools.partial(kind.__new__, kind)
-        if kind is deque:
-            make = functools.partial(deque, maxlen=value.maxlen)
-        elif kind is defaultdict:
-            make = functools.partial(defaultdict, value.default_factory)
+        make = empty_like(value) if kind in COPIED else functools.partial(kind.__new__, kind)
         base: Any = next((base for base in (OrderedDict, dict, list, set, deque) if isinstance(value, base)), None)
-        names = {} if kind in _PLAIN_CONTAINERS else namespace_of(value) or {}
+        names = {} if kind in COPIED else namespace_of(value) or {}
         attributes = [(name, self._plan(item)) for name, item in names.items()]
         slots = [(slot, self._plan(item)) for slot, item in _filled_slots(value)]
         items = () if base is None else base.items(value) if issubclass(base, dict) else base.__iter__(value)

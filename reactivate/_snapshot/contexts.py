@@ -21,7 +21,7 @@ from reactivate._snapshot.walk import DEPTH, Walk
 from reactivate._torch.settings import is_setting
 
 COPIED = frozenset({list, dict, OrderedDict, defaultdict, deque, set})
-"""Classes of containers of which a recomputation gets copies."""
+"""Classes of containers of which a recomputation gets copies, or which are in a result that is made anew."""
 
 _OURS = "reactivate."
 """The beginning of the names of this package's own context variables, which hold no state of a region."""
@@ -43,7 +43,7 @@ class ContainerCopy:
 
     def __init__(self, value: Any) -> None:
         self._kind: Any = type(value)
-        self._empty: Callable[[], Any] = _empty_like(value)
+        self._empty: Callable[[], Any] = empty_like(value)
         self.original = value
         self.keys: list[Any] = list(value) if isinstance(value, dict) else []
         self.parts: list[Any] = []
@@ -90,7 +90,8 @@ class ContainerCopy:
         return [part.copy(made) if type(part) is ContainerCopy else restored(part) for part in self.parts]
 
 
-def _empty_like(value: Any) -> Callable[[], Any]:
+def empty_like(value: Any) -> Callable[[], Any]:
+    """Return what makes an empty container like one of the `COPIED`."""
     if isinstance(value, deque):
         return functools.partial(deque, maxlen=value.maxlen)
     return functools.partial(defaultdict, value.default_factory) if isinstance(value, defaultdict) else type(value)
