@@ -27,7 +27,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from reactivate._snapshot.bindings import CACHED, Bindings, Names, Namespace
 from reactivate._snapshot.caches import BoundedCache, cached, is_importable
 from reactivate._snapshot.held import ATOMS
-from reactivate._snapshot.kinds import MAKING, Slot, is_users_class, slots_of
+from reactivate._snapshot.kinds import MAKING, Slot, is_librarys_package, is_users_class, slots_of
 from reactivate._torch.modules import is_flat_wrapper
 
 _MOST_CROSSINGS = 1
@@ -60,17 +60,11 @@ class Facts(NamedTuple):
     is_closed: bool
 
 
-facts_of_code: BoundedCache[int, Facts] = (
-    BoundedCache()
-)  # by the id of the code object; they hold the namespaces in `names`
+# By the id of the code object; they hold the namespaces in `names`.
+facts_of_code: BoundedCache[int, Facts] = BoundedCache()
 
-
-_generation = [0]
-
-
-def generation() -> int:
-    """Return how often facts were found anew: where a name stands for another function, or code runs in another namespace."""
-    return _generation[0]
+generation = [0]
+"""How often facts were found anew: where a name stands for another function, or code runs in another namespace."""
 
 
 def find_facts(fn: FunctionType) -> Facts:
@@ -85,7 +79,7 @@ def find_facts(fn: FunctionType) -> Facts:
     is_closed = not (names or bindings or scripts or awaited or code.co_freevars)
     facts = Facts(code, fn.__globals__, names, bindings, scripts, attributes, _overwritten(code), awaited, is_closed)
     if is_kept:
-        _generation[0] += id(code) in facts_of_code
+        generation[0] += id(code) in facts_of_code
         facts_of_code[id(code)] = facts
     return facts
 
@@ -380,8 +374,7 @@ def _is_librarys_class(value: Any) -> bool:
 
 def is_librarys(namespace: dict[str, Any]) -> bool:
     """Return whether these are the names of a module that keeps nothing of the user's at module level."""
-    name = str(namespace.get("__name__", "")).partition(".")[0]
-    return name in ("reactivate", "torch", "numpy") or (name in sys.stdlib_module_names and name != "__main__")
+    return is_librarys_package(str(namespace.get("__name__", "")).partition(".")[0])
 
 
 @cached

@@ -105,11 +105,12 @@ def is_users_class(kind: type) -> bool:
         return True
     if kind.__module__ == "builtins":  # that of what `exec` makes in a namespace without a name, too
         return bool(kind.__flags__ & _MADE_BY_CODE)
-    package = package_of(kind)
-    is_known = package in ("reactivate", "torch", "numpy") or (
-        package in sys.stdlib_module_names and package != "__main__"
-    )
-    return not is_known
+    return not is_librarys_package(package_of(kind))
+
+
+def is_librarys_package(name: str) -> bool:
+    """Return whether a package is ours, torch, NumPy or of the standard library, which keep nothing of the user's."""
+    return name in ("reactivate", "torch", "numpy") or (name in sys.stdlib_module_names and name != "__main__")
 
 
 @cached_by_class

@@ -137,13 +137,8 @@ def tree_of(module: Module) -> Iterable[Module]:
 
 _OBSERVED = [
     _Observed(Module.__getattr__, _tell_of_result),
-    _Observed(ModuleList.__getitem__, _tell_of_result),
-    _Observed(Sequential.__getitem__, _tell_of_result),
-    _Observed(ModuleDict.__getitem__, _tell_of_result),
-    *(_Observed(function, _tell_of_children) for function in (ModuleList.__iter__, Sequential.__iter__)),
-    *(
-        _Observed(function, _tell_of_children)
-        for function in (ModuleDict.items, ModuleDict.values, Module.named_children)
-    ),
+    *(_Observed(kind.__getitem__, _tell_of_result) for kind in (ModuleList, Sequential, ModuleDict)),
+    *(_Observed(kind.__iter__, _tell_of_children) for kind in (ModuleList, Sequential)),
+    *(_Observed(way, _tell_of_children) for way in (ModuleDict.items, ModuleDict.values, Module.named_children)),
     _Observed(Module.named_modules, _tell_of_all),
 ]

@@ -163,6 +163,5 @@ def _has_plain_attributes(module: Module, facts: ClassFacts) -> bool:
     if not (attributes.keys() <= facts.attributes and _OF_PLAIN_MODULES.issuperset(map(type, attributes.values()))):
         return False
     own = attributes.keys() - _OF_EVERY_MODULE
-    return not own or _CONTAINERS.isdisjoint(
-        type(attributes[name]) for name in own
-    )  # as a `ParameterDict` has its keys in
+    # A `ParameterDict` has its keys in such a container.
+    return not own or _CONTAINERS.isdisjoint(type(attributes[name]) for name in own)

@@ -23,7 +23,7 @@ from reactivate._snapshot.module_walk import attributes_of_tensors
 from reactivate._snapshot.parts import Parts
 from reactivate._snapshot.quick_look import QuickLook, others_among
 from reactivate._snapshot.shadows import UNINITIALIZED, written_before
-from reactivate._snapshot.steps import fused_steps, is_stepped_since, steps_so_far
+from reactivate._snapshot.steps import fused_steps, last_step_of, steps_so_far
 from reactivate._snapshot.tensor_hooks import Hooks, hooks_on
 from reactivate._snapshot.tensor_states import NO_TENSORS, TensorStates, version_of
 from reactivate._snapshot.trees import Tree
@@ -297,9 +297,7 @@ class Moment:
             Unrestored(item, self.name_of(item), version)
             for item, version, address in rows
             if (
-                item._version != version
-                or is_moved(item, address)
-                or (is_stepped and is_stepped_since(item, self._steps))
+                item._version != version or is_moved(item, address) or (is_stepped and last_step_of(item) > self._steps)
             )
             and not self.states.covers(item)
         ]

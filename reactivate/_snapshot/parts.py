@@ -153,29 +153,20 @@ class Parts:
     Attributes:
         versions: of the dicts that hold anything; None if one is of a subclass, which may change its order unseen.
         hooks: the dicts of hooks, those of forwards first.
-        attributes: the values of all attributes; set by `read` or by the caller.
+        attributes: the values of all attributes; with a `layout`, set by the caller.
         entries: all parameters, buffers and children.
     """
 
     attributes: Sequence[Any]
-    entries: list[Any]
     _goes_on = False  # whether no version tells whether they are as they were
 
     def __init__(self, namespaces: Sequence[Namespace], layout: Layout | None = None) -> None:
         self.namespaces = namespaces
         self.layout = Layout(namespaces) if layout is None else layout
         self._look_at_dicts()
-        if layout is not None:
-            self.entries = list(chain.from_iterable(map(dict.values, self._full)))
-        else:
-            found = self.layout.read(namespaces)
-            if found is None:  # something stands in for a `forward`
-                registries = chain.from_iterable(map(_registries_of, namespaces))
-                found = (
-                    self.layout.attributes(namespaces),
-                    list(chain.from_iterable(map(dict.values, registries))),
-                )
-            self.attributes, self.entries = found
+        self.entries: list[Any] = list(chain.from_iterable(map(dict.values, self._full)))
+        if layout is None:
+            self.attributes = self.layout.attributes(namespaces)
 
     def _look_at_dicts(self) -> None:
         layout = self.layout

@@ -90,21 +90,13 @@ def forget_shadows() -> None:
 
 
 _written = WeakIdentitySet()  # tensors that some region wrote to without a copy being there
-
-
-def is_known_written(tensor: Tensor) -> bool:
-    """Return whether a region wrote to `tensor` before."""
-    return _written.has(tensor)
+note_written, is_known_written = _written.add, _written.has
+"""Keep a copy of a tensor from the next region on; return whether a region wrote to one before."""
 
 
 def written_before(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
     """Return those of the tensors that a region wrote to before."""
     return filter(is_known_written, tensors) if _written else ()
-
-
-def note_written(tensor: Tensor) -> None:
-    """Keep a copy of `tensor` from the next region on."""
-    _written.add(tensor)
 
 
 def is_state(tensor: Tensor) -> bool:

@@ -197,7 +197,7 @@ class SmallCopy:
         """Write the elements of one tensor, which may have other memory or another form by now."""
         tensor, places = self.tensors[index], self.places
         shape, kind = places.forms[index]
-        content = _memory(len(part))
+        content = torch.empty(len(part), dtype=torch.uint8)
         memmove(content.data_ptr(), part, len(part))
         content = content.view(kind)
         if has_geometry(tensor):
@@ -207,10 +207,6 @@ class SmallCopy:
             put(tensor, Geometry(places.addresses[index], shape, strides, kind, *lazy), content, self.memory.get(index))
         elif part and tensor.data_ptr():
             (tensor if tensor.shape == shape else tensor.resize_(shape)).copy_(content.view(shape))
-
-
-def _memory(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)
 
 
 def _storages_of(tensors: Sequence[Tensor]) -> list[UntypedStorage]:

@@ -31,11 +31,6 @@ def last_step_of(tensor: Tensor) -> int:
     return found[1] if found is not None and found[0]() is tensor else 0
 
 
-def is_stepped_since(tensor: Tensor, number: int) -> bool:
-    """Return whether a fused optimizer stepped `tensor` after its step `number`."""
-    return last_step_of(tensor) > number
-
-
 @functools.cache
 def _listen() -> None:
     register_optimizer_step_post_hook(_note)

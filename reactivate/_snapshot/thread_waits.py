@@ -49,13 +49,10 @@ def _thread_of(future: Future[object], frames: dict[int, FrameType]) -> int | No
     """Return the thread on which a call runs that an executor was given."""
     for thread, frame in frames.items():
         for outer in _outwards(frame):
-            if outer.f_globals.get("__name__") == "concurrent.futures.thread" and _has(outer, future):
+            is_executor = outer.f_globals.get("__name__") == "concurrent.futures.thread"
+            if is_executor and any(getattr(value, "future", None) is future for value in outer.f_locals.values()):
                 return thread
     return None
-
-
-def _has(frame: FrameType, future: Future[object]) -> bool:
-    return any(getattr(value, "future", None) is future for value in frame.f_locals.values())
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

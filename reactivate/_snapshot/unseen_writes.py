@@ -90,12 +90,12 @@ def _names_in(kind: type) -> NamesOfWriters:
     codes = [item.__code__ for item in vars(kind).values() if type(item) is FunctionType]
     key = id(kind)
     known = _known.get(key)
-    if known is not None and known.codes == codes and known.generation == generation():
+    if known is not None and known.codes == codes and known.generation == generation[0]:
         return known.names
     facts = [(name, facts_of(fn)) for name, fn in _methods_in(kind)]
     asked = frozenset[str]().union(*(item.attributes for _, item in facts))
     names = NamesOfWriters((asked,), frozenset(name for name, item in facts if names_a_way(item)))
-    _known[key] = _NamesOfClass(codes, generation(), names, ref(kind, lambda _: _known.pop(key, None)))
+    _known[key] = _NamesOfClass(codes, generation[0], names, ref(kind, lambda _: _known.pop(key, None)))
     return names
 
 

@@ -29,7 +29,7 @@ from reactivate._snapshot.bindings import Bindings, CodeHolder
 from reactivate._snapshot.byte_holders import ArrayHolder, BytesHolder, NumbersHolder, StreamHolder, length_of_stream
 from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.facts import Facts, called_members, current_facts, facts_of, names_in_module
-from reactivate._snapshot.held import ATOMS, WeakTensor
+from reactivate._snapshot.held import ATOMS, WeakTensor, restored
 from reactivate._snapshot.holders import EMPTY, LARGEST, Holder, contents_of, length_of
 from reactivate._snapshot.inputs import Input
 from reactivate._snapshot.iterators import holds_iterator, is_iterator, parts_of
@@ -163,8 +163,7 @@ class Walk:
 
     def reached(self) -> list[Tensor]:
         """Return every tensor found that is no module's."""
-        inputs = (item.tensor.get() if isinstance(item.tensor, WeakTensor) else item.tensor for item in self.inputs)
-        return [*inputs, *self.tensors]
+        return [*(restored(item.tensor) for item in self.inputs), *self.tensors]
 
     def _proxy(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.look(behind_proxy(value), place, depth)
