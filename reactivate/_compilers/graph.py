@@ -25,8 +25,8 @@ from reactivate._torch.ops import flatten
 from reactivate._types import DEVICE, Action, Policy, Save, Site, Storage
 from reactivate.errors import UnsupportedError
 from reactivate.policies._base import ReadyMade, answer_of, interest_of, parts_of
+from reactivate.policies.by_arguments import is_copy_to_host
 from reactivate.policies.canonical import name_of
-from reactivate.policies.host_copies import is_copy_to_host
 
 # Copies of what the op is called with, which eager saves no more than these: they are recomputed.
 _COPIES = frozenset({"_to_copy", "_unsafe_view", "clone", "contiguous", "detach", "alias", "lift_fresh_copy"})

@@ -23,9 +23,8 @@ from reactivate._torch.ops import HigherOrderOperator, OpOverload, OpOverloadPac
 from reactivate._types import Action, Policy, Save, Site
 from reactivate.policies._base import answer_of, interest_of
 from reactivate.policies._unmatched import Unmatched
+from reactivate.policies.by_arguments import OPS as BY_ARGUMENTS, is_copy_to_host, is_unfused
 from reactivate.policies.canonical import name_of
-from reactivate.policies.host_copies import OPS as COPIES, is_copy_to_host
-from reactivate.policies.unfused import OPS as ATTENTION, is_unfused
 
 # They draw no random number and write to nothing but their arguments.
 _QUIET = frozenset(
@@ -44,7 +43,6 @@ _QUIET_MODULES = frozenset(
 )
 # What modes are told of and computes nothing: attributes such as `grad`, and what code around ops asks and sets.
 _NO_OPS = frozenset({"get", "set", "delete", "_is_view", "_set_grad_enabled", "_set_view_replay_enabled"})
-_BY_ARGUMENTS = COPIES | ATTENTION
 # Functions written in Python that stand for many ops: these are looked at, unless the policy saves the whole.
 _OPENED = frozenset({multi_head_attention_forward})
 
@@ -172,7 +170,7 @@ class Choice:
         decision = CallDecision(op, op=op, function=function, is_quiet=op in _QUIET, is_torchs=_is_torchs(function, op))
         if function in _OPENED and not (ops is not None and op in ops):
             decision = decision._replace(is_opened=True)
-        elif op in _BY_ARGUMENTS and self.interest.arguments:
+        elif op in BY_ARGUMENTS and self.interest.arguments:
             decision = decision._replace(is_of_interest=True)  # which of its calls are, their arguments say
         elif op not in _NO_OPS:
             if ops is None or op in ops:

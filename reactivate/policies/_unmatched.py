@@ -14,14 +14,16 @@ class Unmatched:
 
     Args:
         asked_by: what messages call the function that was given the policy.
+        has_modules: whether its regions are modules, or methods of modules.
+
+    Attributes:
         regions: how many regions the policy is for.
-        has_modules: whether they are modules, or methods of modules.
     """
 
-    def __init__(self, policy: Policy, asked_by: str, regions: int = 1, has_modules: bool = True) -> None:
+    def __init__(self, policy: Policy, asked_by: str, has_modules: bool = True) -> None:
         self.asked_by = asked_by
         self.has_modules = has_modules
-        self.regions = regions
+        self.regions = 1
         self._ran: set[str] = set()
         self.parts = [part for part in parts_of(policy) if isinstance(part, ReadyMade) and not part._may_match_nothing]
         self.seen: set[str] = set()

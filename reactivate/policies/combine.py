@@ -47,11 +47,8 @@ class _FirstMatch(_Several):
     function = "first_match"
 
     def __call__(self, site: Site) -> Action | None:
-        for policy in self.policies:
-            action = answer_of(policy, site)
-            if action is not None:
-                return action
-        return None
+        answers = (answer_of(policy, site) for policy in self.policies)
+        return next((action for action in answers if action is not None), None)
 
 
 def first_match(*policies: Policy) -> ReadyMade:

@@ -21,7 +21,7 @@ from torch.nn.attention import flex_attention as flex
 import reactivate
 from reactivate import Save, Site, policies
 from reactivate._passes.observing import observed_by
-from reactivate.policies import host_copies
+from reactivate.policies import by_arguments
 from reactivate.policies.ops import COMPUTE_INTENSIVE
 from reactivate.storage import Host
 
@@ -273,7 +273,7 @@ def test_copies_to_the_host_are_kept_and_no_others() -> None:
 @pytest.mark.parametrize("storage", [reactivate.Save().storage, Host()], ids=["device", "host"])
 def test_a_kept_copy_is_bitwise(monkeypatch: pytest.MonkeyPatch, storage: Any) -> None:
     """On a CPU, as if its tensors were on a device."""
-    monkeypatch.setattr(host_copies, "_is_on_device", lambda tensor: tensor.dtype == torch.float64)
+    monkeypatch.setattr(by_arguments, "_is_on_device", lambda tensor: tensor.dtype == torch.float64)
 
     def copying(value: Tensor) -> Tensor:
         on_host = value.sin().double().to("cpu", torch.float32)
@@ -301,8 +301,8 @@ def test_a_kept_copy_is_bitwise(monkeypatch: pytest.MonkeyPatch, storage: Any) -
 )
 def test_which_calls_copy_to_the_host(op: str, arguments: Any, options: Any, is_copy: bool) -> None:
     on_device, on_host = torch.zeros(1, device="meta"), torch.zeros(1)
-    assert host_copies.is_copy_to_host(op, (on_device, *arguments), options) is is_copy
-    assert not host_copies.is_copy_to_host(op, (on_host, *arguments), options)
+    assert by_arguments.is_copy_to_host(op, (on_device, *arguments), options) is is_copy
+    assert not by_arguments.is_copy_to_host(op, (on_host, *arguments), options)
 
 
 def test_a_graph_keeps_copies_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
