@@ -12,6 +12,7 @@ the copy nor the argument has been written to (their version counters), and cont
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -60,10 +61,11 @@ class Derivation(NamedTuple):
         return source if self.make is None else self.make(source)
 
 
+@dataclass(slots=True, eq=False)
 class Sources:
     """The arguments of one call, to be recognised in what it saves. They are few: a scan is faster than a dict.
 
-    Args:
+    Attributes:
         arguments: the tensors among them.
         first_node: the number that the next node of autograd's had when the call began: later ones are the call's.
         is_torchs: whether no code of the user's runs in it, which could write to a copy between making and saving it.
@@ -72,28 +74,18 @@ class Sources:
             leaf then.
     """
 
-    __slots__ = ("arguments", "casts", "first_node", "is_torchs", "leaves")
-
-    def __init__(
-        self,
-        arguments: list[Tensor],
-        first_node: int,
-        is_torchs: bool,
-        leaves: Mapping[int, int],
-        casts: dict[Any, int],
-    ) -> None:
-        self.arguments = arguments
-        self.first_node = first_node
-        self.is_torchs = is_torchs
-        self.leaves = leaves
-        self.casts = casts
+    arguments: list[Tensor]
+    first_node: int
+    is_torchs: bool
+    leaves: Mapping[int, int]
+    casts: dict[Any, int]
 
     def derivation_of(self, tensor: Tensor) -> Derivation | None:
         """Return how to derive `tensor`, or None if it is the call's own."""
         index = self.which(tensor)
         if index >= 0:
             return Derivation(index, tensor._version)
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if not _is_plain(tensor):
             return None
         index = self.sharing_memory(tensor)
         return self._copy(tensor) if index < 0 else self._view(index, tensor)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from reactivate._types import Call, Guard
 from reactivate.errors import UnsupportedError
+from reactivate.guards._base import Rewound
 
 # Where the class has been, the newest place first; and what its methods have been called.
 _MODULES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")
@@ -22,17 +21,10 @@ class AutocastState(Guard):
 
     def before(self, call: Call) -> Any:
         methods = _methods()
-        return None if methods is None else (methods, methods[0]())
+        return None if methods is None else (*methods, methods[0]())
 
-    @contextmanager
-    def recompute(self, snapshot: Any) -> Iterator[None]:
-        (read, write), state = snapshot
-        present = read()
-        write(state)
-        try:
-            yield
-        finally:
-            write(present)
+    def recompute(self, snapshot: Any) -> Rewound:
+        return Rewound(*snapshot)
 
 
 def _methods() -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy
 
+from reactivate._passes.stale import is_of_a_write
 from reactivate._saved_calls.saved_call import Kept
 from reactivate._text.warnings import warn
 from reactivate._torch.autograd import counting_versions
@@ -31,7 +32,6 @@ _OFFLOADS = tuple(
     if hasattr(CheckpointPolicy, name)
 )
 _SAVES = (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-_MODIFIED = "modified by an inplace operation"  # what storages and autograd both say
 
 
 class OffloadingPair(ContextPair):
@@ -118,7 +118,7 @@ class _Offloaded(AbstractContextManager[Any]):
             try:
                 found = [leaf.load().detach() if isinstance(leaf, Kept) else leaf for leaf in leaves]
             except RuntimeError as error:
-                if _MODIFIED not in str(error):
+                if not is_of_a_write(error):
                     raise
                 raise KeyError(call) from error
         return unflatten(found, structure)

@@ -56,30 +56,23 @@ class Guards:
         return Guards((*self.members, *guards))
 
 
+@dataclass(slots=True, eq=False)
 class Rewound:
     """State set back to a snapshot for as long as the context lasts. `differs` asks `is_same(present, snapshot)`."""
 
-    __slots__ = ("_is_same", "_now", "_read", "_snapshot", "_write")
-
-    def __init__(
-        self,
-        read: Callable[[], Any],
-        write: Callable[[Any], None],
-        snapshot: Any,
-        is_same: Callable[[Any, Any], bool] = operator.eq,
-    ) -> None:
-        self._read = read
-        self._write = write
-        self._snapshot = snapshot
-        self._is_same = is_same
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    snapshot: Any
+    is_same: Callable[[Any, Any], bool] = operator.eq
+    now: Any = None
 
     def differs(self) -> bool:
         """Return whether the present state is another one."""
-        return not self._is_same(self._read(), self._snapshot)
+        return not self.is_same(self.read(), self.snapshot)
 
     def __enter__(self) -> None:
-        self._now = self._read()
-        self._write(self._snapshot)
+        self.now = self.read()
+        self.write(self.snapshot)
 
     def __exit__(self, *error: object) -> None:
-        self._write(self._now)
+        self.write(self.now)

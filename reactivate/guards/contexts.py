@@ -85,10 +85,7 @@ class ContextPair(Guard):
         return _in_step(recompute, states) if states else recompute
 
     def leave(self, token: Any, error: BaseException | None) -> None:
-        if error is None:
-            token[0].__exit__(None, None, None)
-        else:
-            token[0].__exit__(type(error), error, error.__traceback__)
+        token[0].__exit__(*(None, None, None) if error is None else (type(error), error, error.__traceback__))
 
 
 @contextmanager
