@@ -32,18 +32,10 @@ from reactivate._torch.modules import without_memory
 from reactivate._torch.ops import flatten, unflatten
 from reactivate.errors import UnsupportedError
 
-_ASKED: tuple[Any, ...] = (
-    Tensor.shape,
-    Tensor.dtype,
-    Tensor.device,
-    Tensor.ndim,
-    Tensor.requires_grad,
-    Tensor.is_leaf,
-    Tensor.layout,
-)
+_ASKED = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout")
 _ASKING = frozenset(
     {
-        *(found.__get__ for found in _ASKED),
+        *(getattr(Tensor, name).__get__ for name in _ASKED),
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__, Tensor.is_contiguous),
         *(Tensor.stride, Tensor.element_size),
     }

@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch.nn import Module
 
 from reactivate._modules.paths import THE_MODEL
-from reactivate._modules.spans import SequentialSpan, SpanPlace, members_of, why_without_spans
+from reactivate._modules.spans import SequentialSpan, SpanPlace, members_at, why_not
 from reactivate._types import Policy, Site
 from reactivate.errors import UsageError
 from reactivate.policies._base import ReadyMade
@@ -46,19 +46,12 @@ def _within(
     for path, module in modules.items():
         if path == pattern.path or (path and pattern.path and matches(pattern.path, path)):
             place = pattern._replace(path=path)
-            reason = _why_not(module, place)
+            reason = why_not(module, place)
             if reason:
                 refused[place] = reason
             else:
-                found[place] = SequentialSpan(*members_of(module)[place.start : place.stop])
+                found[place] = members_at(module, place)
     return found, refused
-
-
-def _why_not(module: Module, place: SpanPlace) -> str:
-    reason = why_without_spans(module)
-    if reason or place.stop <= len(members_of(module)):
-        return reason
-    return f"has {len(members_of(module))} members, so that the last number of a span is at most that"
 
 
 def by_sequential(places: Iterable[SpanPlace]) -> dict[str, tuple[SpanPlace, ...]]:

@@ -58,6 +58,19 @@ def members_of(sequential: Module) -> list[Any]:
     return list(sequential._modules.values())
 
 
+def members_at(sequential: Module, place: SpanPlace) -> SequentialSpan:
+    """Return the members of a `Sequential` at a place, as they are now."""
+    return SequentialSpan(*members_of(sequential)[place.start : place.stop])
+
+
+def why_not(module: Module, place: SpanPlace) -> str:
+    """Say why a module has no span at a place; nothing if it has."""
+    reason = why_without_spans(module)
+    if reason or place.stop <= len(members_of(module)):
+        return reason
+    return f"has {len(members_of(module))} members, so that the last number of a span is at most that"
+
+
 def span_at(model: Module, text: str) -> SequentialSpan | None:
     """Return the span of a model that a text names; None if the model has none there.
 
@@ -75,9 +88,7 @@ def span_at(model: Module, text: str) -> SequentialSpan | None:
     """
     place = SpanPlace.of(text)
     around = None if place is None else dict(model.named_modules()).get(place.path)
-    if place is None or around is None or why_without_spans(around) or place.stop > len(members_of(around)):
-        return None
-    return SequentialSpan(*members_of(around)[place.start : place.stop])
+    return None if place is None or around is None or why_not(around, place) else members_at(around, place)
 
 
 def paths_in(model: Module, text: str) -> tuple[str, ...] | None:

@@ -23,12 +23,8 @@ from reactivate._torch.ops import tensors_in
 
 _WITHOUT_CONTENTS = frozenset(
     {
-        torch.empty,
-        torch.empty_like,
-        torch.empty_strided,
-        torch.empty_permuted,
-        Tensor.new_empty,
-        Tensor.new_empty_strided,
+        *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
+        *(Tensor.new_empty, Tensor.new_empty_strided),
     }
 )
 

@@ -50,14 +50,7 @@ class Kept:
     """
 
     __slots__ = (
-        "__weakref__",
-        "form",
-        "handle",
-        "is_overwritten",
-        "is_shared",
-        "is_there_anyway",
-        "storage",
-        "tensor",
+        *("__weakref__", "form", "handle", "is_overwritten", "is_shared", "is_there_anyway", "storage", "tensor"),
         "version",
     )
 

@@ -196,14 +196,14 @@ def _view_in(tensor: Tensor, geometry: Geometry) -> Tensor | None:
 
 def write(tensor: Tensor, content: Tensor) -> None:
     """Write `content` to the elements of `tensor`, unless it holds that: its memory may be for reading only."""
-    target, source = _distinct(tensor, tensor), _distinct(content, tensor)
+    target, source = distinct(tensor, tensor), distinct(content, tensor)
     if tensor.is_cpu and _bits(target).equal(_bits(source)):
         return
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         target.copy_(source)
 
 
-def _distinct(tensor: Tensor, expanded: Tensor) -> Tensor:
+def distinct(tensor: Tensor, expanded: Tensor) -> Tensor:
     """Return the elements of `tensor`, each once: those that `expanded` repeats are one element."""
     for dimension, stride in enumerate(expanded.stride()):
         if stride == 0 and tensor.size(dimension) > 1:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reactivate._snapshot.geometry import distinct
 from reactivate._storing.aside import aside
 from reactivate._torch.modes import run_unseen
 from reactivate._torch.modules import has_memory
@@ -70,11 +71,7 @@ class Form:
         assert self._strides is not None
         assert self._shape is not None
         tensor = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._device)
-        target, source = tensor, found
-        for dim, stride in enumerate(self._strides):
-            if stride == 0 and self._shape[dim] > 1:  # one element, seen several times
-                target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
-        target.copy_(source)
+        distinct(tensor, tensor).copy_(distinct(found, tensor))
         return tensor
 
     def _in_words(self) -> str:

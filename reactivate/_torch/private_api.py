@@ -145,7 +145,7 @@ def _tried(probe: Callable[..., Any], found: tuple[Any, ...]) -> Any:
         return None
 
 
-class Replaced(contextlib.AbstractContextManager[None]):
+class Replaced:
     """Attributes of classes and modules that have other values as long as anyone wants it, on whatever thread.
 
     Args:
