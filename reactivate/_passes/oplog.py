@@ -144,11 +144,9 @@ def _run_recorded(value: Any) -> None:
 def _is_left_out(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether an op is in one pass only, for reasons that the user's code has no part in."""
     # A device that copies views (XLA) copies them again once what they are views of was written to.
-    return Tag.view_copy in func.tags or _is_cast_of_parameter(func, args)
-
-
-def _is_cast_of_parameter(func: Any, args: tuple[Any, ...]) -> bool:
-    """Autocast casts a parameter once and keeps the copy; a recomputation, which does not read that, casts it again."""
+    if Tag.view_copy in func.tags:
+        return True
+    # Autocast casts a parameter once and keeps the copy; a recomputation, which does not read that, casts it again.
     return func is torch.ops.aten._to_copy.default and args[0].requires_grad and args[0].is_leaf
 
 

@@ -140,7 +140,9 @@ class Call(Walk):
         if for_region:
             context = self.context = copy_context()
             if context and not ATOMS.issuperset(map(type, context.values())):
-                containers = self._look_at_context(context)
+                containers = ContextContainers(self, context)
+                if self._bindings or self.code.classes:
+                    self.finish()
         tensors = self.reached() if self.inputs or self.tensors else self.given
         if any(map(vars, tensors)):
             self.holders.append(AttributesHolder(tensors))
@@ -165,12 +167,6 @@ class Call(Walk):
             self.function(fn.__func__, "the function", DEPTH)
         else:
             self.look(fn, "the function", DEPTH)
-
-    def _look_at_context(self, context: Context) -> ContextContainers:
-        containers = ContextContainers(self, context)
-        if self._bindings or self.code.classes:
-            self.finish()
-        return containers
 
     def arguments(self) -> list[Tensor]:
         """Return the tensors that the function is called with, or finds in what it is called with: first those of `given`."""

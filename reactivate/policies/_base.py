@@ -106,16 +106,16 @@ class ReadyMade:
             UsageError: it is not.
         """
 
-    def _applied_to(self, model: Module) -> Callable[[], None]:
+    def _applied_to(self, model: Module) -> Callable[[], None] | None:
         """Take note of being applied to `model`.
 
         Returns:
-            What undoes what it did about that.
+            What undoes what it did about that; None if it did nothing.
 
         Raises:
             UsageError: it is not for this model.
         """
-        return _nothing
+        return None
 
     @property
     def _may_match_nothing(self) -> bool:
@@ -222,10 +222,6 @@ def _remedy_for(policy: Any, asked_by: str) -> str:
 def _call_of(factory: Any) -> str:
     required = [item for item in inspect.signature(factory).parameters.values() if item.default is item.empty]
     return f"policies.{factory.__name__}({'...' if required else ''})"
-
-
-def _nothing() -> None:
-    """Undo nothing."""
 
 
 def written(function: str, *arguments: object, **options: object) -> str:

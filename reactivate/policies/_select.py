@@ -70,7 +70,8 @@ def check(selectors: tuple[Selector, ...], asked_by: str, *, takes_spans: bool =
     """
     for selector in selectors:
         is_class = isinstance(selector, type) and issubclass(selector, Module)
-        if not (is_class or (isinstance(selector, str) and selector) or _is_predicate(selector)):
+        is_predicate = callable(selector) and not isinstance(selector, (type, Module))
+        if not (is_class or (isinstance(selector, str) and selector) or is_predicate):
             is_module = isinstance(selector, Module)
             remedy = " Pass its path: the name that it has in model.named_modules()." if is_module else ""
             raise UsageError(
@@ -154,7 +155,3 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         else:
             names.append(re.escape(name).replace("\\*", "[^.]*").replace("\\?", "[^.]") + "\\.")
     return re.compile("(?:^|(?<=\\.))" + "".join(names) + "$")
-
-
-def _is_predicate(selector: object) -> bool:
-    return callable(selector) and not isinstance(selector, (type, Module))
