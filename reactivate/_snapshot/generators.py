@@ -13,8 +13,7 @@ import functools
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -205,15 +204,9 @@ def set_state_of_generator(generator: Any, state: Any) -> None:
         bits.state = state
 
 
-@contextmanager
-def rewound_generator(generator: Any, state: Any) -> Iterator[None]:
-    """Set a generator to a state for as long as the context lasts."""
-    now = state_of_generator(generator)
-    set_state_of_generator(generator, state)
-    try:
-        yield
-    finally:
-        set_state_of_generator(generator, now)
+def ways_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Return how to read and write the state of a generator."""
+    return functools.partial(state_of_generator, generator), functools.partial(set_state_of_generator, generator)
 
 
 def _view(address: int, size: int) -> memoryview:

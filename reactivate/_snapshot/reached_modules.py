@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from reactivate._modules.paths import is_compiled_module
-from reactivate._snapshot.generators import rewound_generator, state_of_generator
+from reactivate._setting import Rewound
+from reactivate._snapshot.generators import state_of_generator, ways_of
 from reactivate._snapshot.module_access import close_reaching, open_reaching, tree_of
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.rewound_moment import RewoundMoment
@@ -93,7 +94,7 @@ class ReachedModules:
             for moment in self.moments:
                 stack.enter_context(RewoundMoment(moment))
             for generator, state in self.generators:
-                stack.enter_context(rewound_generator(generator, state))
+                stack.enter_context(Rewound(*ways_of(generator), state))
             yield
 
     def held(self) -> Iterable[Tensor]:

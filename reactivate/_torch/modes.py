@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from reactivate._setting import Rewound
 from reactivate._torch.private_api import find, resolve_private
 
 # -- stacks of modes --------------------------------------------------------------------------------------------------
@@ -244,12 +245,6 @@ def lacks_values(error: BaseException) -> bool:
 _LOGGER = logging.getLogger("torch._subclasses.fake_tensor")
 
 
-@contextmanager
-def unlogged() -> Iterator[None]:
-    """torch does not log the ops that fake tensors cannot run: the caller has another way to run them."""
-    before = _LOGGER.level
-    _LOGGER.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        _LOGGER.setLevel(before)
+def unlogged() -> Rewound:
+    """Return a context in which torch logs no op that fake tensors cannot run: the caller has another way to run it."""
+    return Rewound(lambda: _LOGGER.level, _LOGGER.setLevel, logging.CRITICAL + 1)

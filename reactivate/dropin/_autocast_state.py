@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from reactivate._setting import Rewound
 from reactivate._types import Call, Guard
 from reactivate.errors import UnsupportedError
-from reactivate.guards._base import Rewound
 
 # Where the class has been, the newest place first; and what its methods have been called.
 _MODULES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")

@@ -1,11 +1,9 @@
-"""A guard set, and the context that guards restore state with."""
+"""A guard set."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from reactivate._types import Guard
 from reactivate.errors import UsageError
@@ -54,25 +52,3 @@ class Guards:
     def adding(self, *guards: Guard) -> Guards:
         """These guards, and `guards` inside of them."""
         return Guards((*self.members, *guards))
-
-
-@dataclass(slots=True, eq=False)
-class Rewound:
-    """State set back to a snapshot for as long as the context lasts. `differs` asks `is_same(present, snapshot)`."""
-
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
-    snapshot: Any
-    is_same: Callable[[Any, Any], bool] = operator.eq
-    now: Any = None
-
-    def differs(self) -> bool:
-        """Return whether the present state is another one."""
-        return not self.is_same(self.read(), self.snapshot)
-
-    def __enter__(self) -> None:
-        self.now = self.read()
-        self.write(self.snapshot)
-
-    def __exit__(self, *error: object) -> None:
-        self.write(self.now)

@@ -12,13 +12,14 @@ from typing import Any, ClassVar, NamedTuple
 
 from reactivate._backends import backends
 from reactivate._backends.base import Backend
+from reactivate._setting import Rewound
 from reactivate._snapshot.generators import (
     RandomStream,
     numpy_stream,
     python_stream,
-    set_state_of_generator,
     state_of_generator,
     torch_stream,
+    ways_of,
 )
 from reactivate._snapshot.random_streams import STREAMS, RngSnapshot
 from reactivate._snapshot.state_lock import STATE_LOCK, Scope
@@ -26,7 +27,6 @@ from reactivate._torch.autograd import current_backward, on_backward_end
 from reactivate._torch.rng import accelerator_device
 from reactivate._types import Call, Guard
 from reactivate.errors import RecomputeMismatchError
-from reactivate.guards._base import Rewound
 from reactivate.guards.named_streams import StreamStates, trackers
 
 
@@ -117,7 +117,7 @@ class Rng(Guard):
         if not has_more and accelerator_device() is None and "torch_xla" not in sys.modules:
             return snapshot
         devices = [(item, item.read_rng() if item.is_initialized() else None) for item in self._backends or backends()]
-        others: list[Any] = [(*_ways(item), state_of_generator(item), _needs_no_lock) for item in call.generators]
+        others: list[Any] = [(*ways_of(item), state_of_generator(item), _needs_no_lock) for item in call.generators]
         for tracker in [reference() for reference in list(trackers)]:
             if tracker is not None:
                 now = tracker.recompute_state()
@@ -152,11 +152,6 @@ def _bring(state: RngSnapshot | RngState) -> None:
             _rewind(backend, present)
     for _, write, left, _ in state.others:
         write(left)
-
-
-def _ways(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Return how to read and write the state of a generator."""
-    return functools.partial(state_of_generator, generator), functools.partial(set_state_of_generator, generator)
 
 
 def _needs_no_lock(now: Any, snapshot: Any) -> bool:
@@ -248,7 +243,7 @@ def all_sources(call: Call) -> list[RandomStream]:
             streams.append(
                 RandomStream(backend.device_type, functools.partial(_read_whole, backend), backend.write_rng)
             )
-    return streams + [RandomStream(f"generator {index}", *_ways(item)) for index, item in enumerate(call.generators)]
+    return streams + [RandomStream(f"generator {index}", *ways_of(item)) for index, item in enumerate(call.generators)]
 
 
 def _read_whole(backend: Backend) -> Any:

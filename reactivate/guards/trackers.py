@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from reactivate._setting import Rewound
 from reactivate._snapshot.state_lock import STATE_LOCK, Scope
 from reactivate._text.words import described
 from reactivate._torch.modes import is_same_state
 from reactivate._types import Call, Guard
 from reactivate.errors import UsageError
-from reactivate.guards._base import Rewound
 
 _CURRENT = "_current_state_name"
 """Megatron's tracker notes under this name which stream is forked now: what a fork inside of it begins from."""
