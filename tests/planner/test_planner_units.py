@@ -157,7 +157,7 @@ def test_regions_without_anything_to_save_look_at_nothing() -> None:
     model = GPT(layers=2)
     policy = Assignment({"blocks.0": FULL, "blocks.1": Candidate("x", ("",), (), ("scaled_dot_product_attention",))})
     reactivate.apply(model, policy)
-    first, second = (block.__dict__["forward"].options.choice for block in model.blocks)
+    first, second = (block.forward.__self__.options.choice for block in model.blocks)
     assert first is None and second is not None and second.sees_functions
     tokens = torch.randint(64, (2, 8))
     model(tokens).sum().backward()
