@@ -17,9 +17,12 @@ from reactivate._region.region import Region
 from reactivate._snapshot.call import Call
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.rewound_moment import RewoundMoment
+from reactivate._snapshot.shadows import note_written
+from reactivate._text.warnings import warn
 from reactivate._torch.ops import flatten, leaves_with_paths
 from reactivate.errors import UsageError
 from reactivate.guards.rng import all_sources
+from reactivate.policies._base import shortened
 
 Change = Callable[[Callable[..., Any]], AbstractContextManager[Callable[..., Any]]]
 
@@ -47,14 +50,20 @@ class Outcome:
 
 
 class Step:
-    """A model and its arguments, with the state that both can reach."""
+    """A model and its arguments, with the state that both can reach.
+
+    Attributes:
+        written: the names of parameters that a run has written to before there were copies, so that they stay changed.
+    """
+
+    written: tuple[str, ...] = ()
 
     def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
         self.reach = reach = Call(model, args, kwargs)
         self.sources = all_sources(reach)
         self.modules = reach.modules
-        self._moment = Moment((), (), (), reach.tree, reach.may_write_unseen)
+        self._moment = self._present()
         self.inputs = _leaves_requiring_grad("args", args) | _leaves_requiring_grad("kwargs", kwargs)
         known = {id(tensor) for tensor in self.inputs.values()}
         for root in reach.roots:
@@ -81,6 +90,24 @@ class Step:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(RewoundMoment(self._moment))
             yield
+        self._note_writes()
+
+    def _present(self) -> Moment:
+        return Moment((), (), (), self.reach.tree, self.reach.may_write_unseen)
+
+    def _note_writes(self) -> None:
+        """Have copies of the parameters that the step writes to from now on: all are too many to copy them first."""
+        moved = [item for item in self._moment.unrestored() if isinstance(item.tensor, Tensor)]
+        if not moved:
+            return
+        self.written = tuple(item.place for item in moved)
+        for item in moved:
+            note_written(item.tensor)
+        self._moment = self._present()
+        warn(
+            f"The model writes to parameters in its forward: {shortened(self.written, 3)}. This run has changed them, since "
+            "nothing had a copy of them; the runs that follow put them back."
+        )
 
     def _roots_of(self, outputs: Iterable[Tensor]) -> list[Tensor]:
         """Return the outputs that a backward begins from.

@@ -444,3 +444,44 @@ def test_leaves_of_containers_without_keys_have_names() -> None:
         "output['c'][0]",
         "output['c'][1][0]",
     ]
+
+
+class Momentum(nn.Module):
+    """Its second encoder follows the first one, in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, other in zip(self.second.parameters(), self.first.parameters()):
+                own.lerp_(other, 0.1)
+        return self.first(x) - self.second(x)
+
+
+TOOLS = {
+    "verify": reactivate.verify,
+    "verify, policy": functools.partial(reactivate.verify, policy=policies.full()),
+    "explain": reactivate.explain,
+    "compare": functools.partial(reactivate.compare, policy=policies.full()),
+    "plan": functools.partial(reactivate.plan, budget="100%"),
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_parameters_that_the_forward_writes_to_are_put_back_from_the_second_run_on(name: str) -> None:
+    model, x = nn.Sequential(Momentum(), Momentum()), torch.randn(2, 4)
+    start = copy.deepcopy(model.state_dict())
+    with pytest.warns(UserWarning, match=r"writes to parameters in its forward: .*\.second\.weight.* and 1 more"):
+        found = TOOLS[name](model, x)
+    assert not isinstance(found, Verdict) or found
+    after = copy.deepcopy(model.state_dict())
+    model.load_state_dict(start)
+    model(x)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, after[key]), "as after one run"
+    again = TOOLS[name](model, x)
+    assert not isinstance(again, Verdict) or again
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, after[key]), "as before"
