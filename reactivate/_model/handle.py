@@ -7,6 +7,7 @@ and the class stay as they are, and a copy of the model has a copy of the attrib
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, MethodType
@@ -142,7 +143,7 @@ class AppliedForward(Cover):
         handle._undo.append(self._module)
 
     @property
-    def placed(self) -> Any:
+    def forward(self) -> Any:
         """The method that is to stand among the module's attributes, with the signature of the module's own `forward`.
 
         torch.compile knows a method by its code, and any other object by its identity: only with methods do blocks that are
@@ -151,15 +152,14 @@ class AppliedForward(Cover):
         kind = type(self.module())
         if self.hidden is not None or not self.path:
             return self
-        function: Any = FunctionType(
-            _code_in_place_of(kind), globals(), "placed"
-        )  # by this name pickle finds the method
-        function.__wrapped__ = kind.forward
+        function: Any = FunctionType(_code_in_place_of(kind), globals())
+        functools.update_wrapper(function, kind.forward, updated=())
+        function.__name__ = NAME  # by which pickle finds the method
         return MethodType(function, self)
 
     def place(self) -> None:
         """Stand in for the `forward` of the module from here on."""
-        self.module().__dict__[NAME] = self.placed
+        self.module().__dict__[NAME] = self.forward
 
     def uncover(self, module: Module) -> None:
         """Give `module` the `forward` that it had."""
@@ -232,6 +232,12 @@ def forward_of(model: Module) -> AppliedForward | None:
 
 
 def _call(self: AppliedForward, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(self, AppliedForward):
+        raise UsageError(
+            f"The function of {type(self).__name__}.forward was taken out of its method (`forward.__func__`) and bound to "
+            "the module, so that nothing knows what the policy does with it. Do that before reactivate.apply, or wrap the "
+            "method."
+        )
     return self(*args, **kwargs)
 
 

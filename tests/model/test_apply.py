@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import pickle
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import oracle
@@ -126,6 +128,24 @@ def test_a_copy_is_applied_too(name: str, copied: Callable[[Any], Any]) -> None:
     assert reactivate.Handle.of(model) is None and reactivate.Handle.of(twin) is handles[1]
     handles[1].remove()
     assert reactivate.Handle.of(twin) is None
+
+
+def test_what_stands_in_the_place_of_a_forward_looks_like_it() -> None:
+    plain, model = Model(), Model()
+    reactivate.apply(model, policies.full())
+    before, after = plain.layers[0].forward, model.layers[0].forward
+    for name in ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__"):
+        assert getattr(after, name) == getattr(before, name)
+    assert inspect.signature(after) == inspect.signature(before)
+
+
+def test_a_forward_that_is_taken_out_of_its_method_is_refused() -> None:
+    model = Model()
+    reactivate.apply(model, policies.full())
+    layer = model.layers[0]
+    layer.forward = MethodType(layer.forward.__func__, layer)
+    with pytest.raises(UsageError, match=r"Block\.forward was taken out of its method"):
+        model(torch.randn(2, WIDTH))
 
 
 def test_options_are_copied() -> None:
