@@ -445,7 +445,7 @@ def test_apply_hands_the_options_on() -> None:
     source = {"mode": "full", "preserve_rng_state": False, "early_stop": False, "debug": True}
     model = Plain()
     handle = recipe.apply(model, source)
-    options = model.layers[0].forward.applied.options
+    options = model.layers[0].forward.__self__.applied.options
     assert options.guards == DEFAULT.without("rng").members
     assert options.early_stop is False and options.check == "every"
     handle.remove()

@@ -195,7 +195,7 @@ def test_early_stop_is_off_as_it_has_it() -> None:
     assert recipe.load({"mode": "full"}).settings().early_stop is False
     model = Model()
     recipe.apply(model, FullAC.Config())
-    assert model.layers[0].forward.applied.options.early_stop is False
+    assert model.layers[0].forward.__self__.applied.options.early_stop is False
 
 
 def test_the_class_is_0_2s_mode_op() -> None:
