@@ -66,8 +66,10 @@ def answers_in(policy: Policy, module: Module, path: str) -> Hashable:
         module: the module that is the region.
         path: its path.
     """
-    answers = tuple(part._answers_in(module, path) for part in parts_of(policy) if isinstance(part, ReadyMade))
-    return None if set(answers) <= {None} else answers
+    if not isinstance(policy, ReadyMade):
+        return None
+    answers = tuple(policy._kept_in(below) for below, _ in module.named_modules(prefix=path))
+    return None if set(answers) == {None} else answers
 
 
 @functools.lru_cache(maxsize=1024)

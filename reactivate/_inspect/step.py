@@ -53,10 +53,10 @@ class Step:
     """A model and its arguments, with the state that both can reach.
 
     Attributes:
-        written: the names of parameters that a run has written to before there were copies, so that they stay changed.
+        has_changed: whether a run has written to parameters before there were copies, so that they stay changed.
     """
 
-    written: tuple[str, ...] = ()
+    has_changed = False
 
     def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
@@ -100,13 +100,13 @@ class Step:
         moved = [item for item in self._moment.unrestored() if isinstance(item.tensor, Tensor)]
         if not moved:
             return
-        self.written = tuple(item.place for item in moved)
         for item in moved:
             note_written(item.tensor)
-        self._moment = self._present()
+        self._moment, self.has_changed = self._present(), True
+        names = shortened((item.place for item in moved), 3)
         warn(
-            f"The model writes to parameters in its forward: {shortened(self.written, 3)}. This run has changed them, since "
-            "nothing had a copy of them; the runs that follow put them back."
+            f"The model writes to parameters in its forward: {names}. This run has changed them, since nothing had a copy of "
+            "them; the runs that follow put them back."
         )
 
     def _roots_of(self, outputs: Iterable[Tensor]) -> list[Tensor]:

@@ -129,7 +129,7 @@ def compare(model: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | No
         call = Step(model, *example)
         with without_regions():
             plain = call.run(model)
-            if call.written:
+            if call.has_changed:
                 plain = call.run(model)
             ours = call.run(model)
         difference = _first_difference(plain.results, ours.results)

@@ -10,7 +10,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
@@ -147,12 +147,12 @@ class AppliedForward(Cover):
         """The method that is to stand among the module's attributes, with the signature of the module's own `forward`.
 
         torch.compile knows a method by its code, and any other object by its identity: only with methods do blocks that are
-        compiled one by one share a graph. The model's own is no method, as accelerate would bind its function to the model.
+        compiled one by one share a graph.
         """
-        kind = type(self.module())
-        if self.hidden is not None or not self.path:
+        if self.hidden is not None:
             return self
-        function: Any = FunctionType(_code_in_place_of(kind), globals())
+        kind, function = type(self.module()), _through(self)
+        function.__code__ = _code_in_place_of(kind)
         functools.update_wrapper(function, kind.forward, updated=())
         function.__name__ = NAME  # by which pickle finds the method
         return MethodType(function, self)
@@ -231,17 +231,24 @@ def forward_of(model: Module) -> AppliedForward | None:
     return next((forward for _, forward in forwards_of(model)), None)
 
 
-def _call(self: AppliedForward, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(self, AppliedForward):
+def _through(cover: AppliedForward | None) -> Any:
+    """Return the function of the method of a cover. Bound to the module, as accelerate binds it, it does the same."""
+
+    def bound_to(module: Any) -> Any:  # a function of its own: dynamo looks at what code of a graph closes over
+        if cover is not None and module is cover._module():
+            return cover
         raise UsageError(
-            f"The function of {type(self).__name__}.forward was taken out of its method (`forward.__func__`) and bound to "
-            "the module, so that nothing knows what the policy does with it. Do that before reactivate.apply, or wrap the "
-            "method."
+            f"The function of {type(module).__name__}.forward was taken out of its method (`forward.__func__`) and bound to "
+            "a copy of the module. Do that before reactivate.apply, or wrap the method."
         )
-    return self(*args, **kwargs)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (self if isinstance(self, AppliedForward) else bound_to(self))(*args, **kwargs)
+
+    return forward
 
 
 @cached_by_class
 def _code_in_place_of(kind: type[Module]) -> CodeType:
-    """Return the code of `_call`, a copy for each class of modules: torch.compile makes so many graphs of one code."""
-    return _call.__code__.replace(co_name=f"forward of {kind.__name__}")
+    """Return the code of such a function, a copy for each class of modules: of one code come few graphs."""
+    return _through(None).__code__.replace(co_name=f"forward of {kind.__name__}")  # type: ignore[no-any-return]

@@ -278,7 +278,7 @@ class _InsideUnit(OfPlanner):
         calls = self.candidate.save_calls
         return Save(self.storage) if calls and name_of_function_call(site, self.unit) in calls else None
 
-    def _answers_in(self, region: Module, path: str) -> Hashable:
+    def _kept_in(self, path: str) -> Hashable:
         return self.candidate
 
     def _interest(self) -> Interest:

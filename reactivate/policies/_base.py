@@ -91,12 +91,8 @@ class ReadyMade:
         """Return the policy for the calls inside of the region at `path`: where that is less, less has to be looked at."""
         return self
 
-    def _answers_in(self, region: Module, path: str) -> Hashable:
-        """Return what is equal for two regions of one kind only if the same calls of functions are kept in both.
-
-        Args:
-            region, path: the module that is the region, and its path.
-        """
+    def _kept_in(self, path: str) -> Hashable:
+        """Return what is kept of functions that are called in the module at `path`; None if the path decides nothing."""
         return None
 
     def _check_blocks(self, blocks: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,6 +40,13 @@ class _Several(ReadyMade):
 
     def _parts(self) -> tuple[Policy, ...]:
         return self.policies
+
+    def _kept_in(self, path: str) -> Hashable:
+        return frozenset(_each_kept_in(path, self.policies)) - {None} or None
+
+
+def _each_kept_in(path: str, policies: Iterable[Policy]) -> tuple[Hashable, ...]:
+    return tuple(policy._kept_in(path) if isinstance(policy, ReadyMade) else None for policy in policies)
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,6 +106,10 @@ class _Exclude(_Several):
         policy, *exceptions = self.policies
         answers = [answer_of(exception, site) for exception in exceptions]  # of all: some count
         return answer_of(policy, site) if all(answer is None for answer in answers) else None
+
+    def _kept_in(self, path: str) -> Hashable:
+        kept = _each_kept_in(path, self.policies)  # the exceptions come last
+        return None if set(kept) == {None} else kept
 
     def _parts(self) -> tuple[Policy, ...]:
         policy, *exceptions = self.policies
@@ -174,6 +185,10 @@ class _EveryNth(_Several):
         count = site.counts.get(id(self), 0)
         site.counts[id(self)] = count + 1
         return action if count % self.n == self.offset else None
+
+    def _kept_in(self, path: str) -> Hashable:
+        kept = super()._kept_in(path)
+        return None if kept is None else (id(self), kept)  # each counts for itself
 
     def _interest(self) -> Interest:
         return super()._interest() | Interest(calls=True)

@@ -66,10 +66,8 @@ class _Ops(ReadyMade):
     def _is_within(self, path: str) -> bool:
         return not self.within or any(matches(pattern, path) for pattern in self.within)
 
-    def _answers_in(self, region: Module, path: str) -> Hashable:
-        if not self.within:
-            return None
-        return tuple(self._is_within(below) for below, _ in region.named_modules(prefix=path))
+    def _kept_in(self, path: str) -> Hashable:
+        return (*self.ops, *self.functions, repr(self.storage)) if self.within and self._is_within(path) else None
 
     def _takes(self, site: Site) -> bool:
         if site.op in self.ops:

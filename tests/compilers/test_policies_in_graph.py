@@ -220,6 +220,19 @@ def linears_of_blocks(policy: Any, kinds: list[type[Block]], *, is_copied: bool 
             policies.first_match(policies.save_ops("linear", within=("0.attn.*", "*.attn.0")), policies.full()),
             [2, 3],
         ),
+        (
+            policies.first_match(
+                *(policies.save_ops("linear", within=f"{i}.attn.*") for i in range(BLOCKS)), policies.full()
+            ),
+            [2],
+        ),
+        (
+            policies.first_match(
+                policies.exclude(policies.save_ops("linear"), policies.save_ops("linear", within="1.attn.*")),
+                policies.full(),
+            ),
+            [0, 2],
+        ),
     ],
 )
 def test_blocks_that_are_compiled_one_by_one_share_a_graph_if_the_same_is_saved(

@@ -139,13 +139,25 @@ def test_what_stands_in_the_place_of_a_forward_looks_like_it() -> None:
     assert inspect.signature(after) == inspect.signature(before)
 
 
-def test_a_forward_that_is_taken_out_of_its_method_is_refused() -> None:
+def bind_to_modules(model: Model) -> Model:
+    """Take the function of each method and bind it to the module, as accelerate does to what it prepares."""
+    for module in (model, *model.layers):
+        function = getattr(module.forward, "__func__", None)
+        module.forward = MethodType(function, module)
+    return model
+
+
+@each("name", POLICIES)
+def test_a_forward_that_is_taken_out_of_its_method(name: str) -> None:
+    ours = oracle.run(case(lambda model: bind_to_modules(applied(POLICIES[name])(model))))
+    oracle.assert_same(oracle.run(case()), ours)
+
+
+def test_a_forward_that_is_taken_out_of_its_method_in_a_copy_is_refused() -> None:
     model = Model()
     reactivate.apply(model, policies.full())
-    layer = model.layers[0]
-    layer.forward = MethodType(layer.forward.__func__, layer)
     with pytest.raises(UsageError, match=r"Block\.forward was taken out of its method"):
-        model(torch.randn(2, WIDTH))
+        bind_to_modules(copy.deepcopy(model))(torch.randn(2, WIDTH))
 
 
 def test_options_are_copied() -> None:
