@@ -310,7 +310,7 @@ def _is_equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and run_unseen(torch.equal, one, other)
+        return one.shape == other.shape and one.dtype == other.dtype and bool(run_unseen(torch.equal, one, other))
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_is_equal, one, other))
     if isinstance(one, dict):
