@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch.nn import Module
 
@@ -58,6 +59,15 @@ def is_compiled_module(module: Module) -> bool:
     return compiled_call_of(module) is not None or _compiles_inside(module)
 
 
+def compiled_functions_of(module: Module) -> list[Any]:
+    """Return the functions that torch compiled of which a call of the module calls at least one, if it is compiled."""
+    return [fn for fn in (compiled_call_of(module), _forward_of(module)) if is_compiled_function(fn)]
+
+
 def _compiles_inside(module: Module) -> bool:
+    return is_wrapped_by_compiler(module) or is_compiled_function(_forward_of(module))
+
+
+def _forward_of(module: Module) -> Any:
     forward = own_forward_of(module)
-    return is_wrapped_by_compiler(module) or is_compiled_function(type(module).forward if forward is None else forward)
+    return type(module).forward if forward is None else forward

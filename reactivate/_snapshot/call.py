@@ -16,6 +16,7 @@ from reactivate._snapshot.held import ATOMS, original_of, restored
 from reactivate._snapshot.holders import AttributesHolder, CellHolder, Contents, put_cell
 from reactivate._snapshot.inputs import GeneratorInput, IteratorInput, SavedInput, TupleInput, rebuild
 from reactivate._snapshot.iterators import holds_iterator, is_iterator
+from reactivate._snapshot.module_access import sees_all
 from reactivate._snapshot.shadows import is_state
 from reactivate._snapshot.trees import Tree, large_roots, tree_under, unseen_writers
 from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk
@@ -148,7 +149,7 @@ class Call(Walk):
             self.holders.append(AttributesHolder(tensors))
             self.look_at_attributes(tensors)
         if self.roots:
-            if for_region and large_roots and not self.has_compiled:
+            if for_region and large_roots and sees_all():
                 self.is_large = any(map(large_roots.has, self.roots))
             if not self.is_large:
                 tree = self.tree = tree_under(self.roots)

@@ -5,69 +5,107 @@ in time and memory. So where a tree is large, a module is noted when the forward
 parent, or one of its parameters, buffers and children is asked for. Torch's functions for that are observed while such a
 forward runs. They keep their identity, which compilers ask for, and get their own code back when the last one ends.
 
-What reaches a module by none of these functions (`self._modules[...]`) is not seen.
+Compiled code reaches modules by none of these functions. So calls of compiled modules are observed too, and what torch
+calls whenever compiled code begins. Code that is not compiled and reaches a module in another way (`self._modules[...]`) is
+not seen.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from inspect import CO_GENERATOR
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch.compiler import is_compiling
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-Reach = Callable[[Module], None]
+from reactivate._modules.paths import is_compiled_module
+from reactivate._torch.dynamo import begin_of_compiled_call, is_loaded
+from reactivate._torch.private_api import is_missing
+
+
+class Observer(NamedTuple):
+    """Functions that are called while code on a thread is observed.
+
+    Attributes:
+        reach: for each module that is reached, perhaps several times.
+        call: when a compiled module is called, with its arguments.
+        begin: when compiled code begins, with what torch has for it (see `callback_of`).
+    """
+
+    reach: Callable[[Module], None]
+    call: Callable[[Module, Any], None]
+    begin: Callable[[Any], None]
 
 
 class _Observers(threading.local):
     def __init__(self) -> None:
-        self.reaches: list[Reach] = []
+        self.open: list[Observer] = []
 
 
 _observers = _Observers()
 _changing = threading.RLock()
 _open_forwards = 0
+_begun: list[_Observed] = []
 
 
-def open_reaching(reach: Reach) -> None:
-    """Call `reach` for each module that code on this thread reaches from now on, perhaps several times."""
+def open_reaching(observer: Observer) -> None:
+    """Observe code on this thread from now on."""
     global _open_forwards
     with _changing:
         if not _open_forwards:
-            for observed in _OBSERVED:
-                observed.begin()
+            for observed in (*_OBSERVED, *((_compiled_calls(),) if is_loaded() else ())):
+                _begin(observed)
         _open_forwards += 1
-    _observers.reaches.append(reach)
+    _observers.open.append(observer)
 
 
-def close_reaching(reach: Reach) -> None:
+def close_reaching(observer: Observer) -> None:
     """End what `open_reaching` began."""
     global _open_forwards
-    _observers.reaches.remove(reach)
+    _observers.open.remove(observer)
     with _changing:
         _open_forwards -= 1
         if not _open_forwards:
-            for observed in _OBSERVED:
-                observed.end()
+            while _begun:
+                _begun.pop().end()
 
 
-def _tell(module: Module) -> None:
-    for reach in tuple(_observers.reaches):
-        reach(module)
+def _begin(observed: _Observed) -> None:
+    _begun.append(observed)
+    observed.begin()
+
+
+def sees_all() -> bool:
+    """Return whether compiled code begins in no way that is not observed."""
+    return not (is_loaded() and is_missing(begin_of_compiled_call()))
+
+
+def _tell(module: Module, *args: Any) -> None:
+    for observer in tuple(_observers.open):
+        observer.reach(module)
+
+
+def _nothing(*args: Any) -> None:
+    """There is no more to tell."""
 
 
 class _Observed:
     """One of torch's functions, with code that tells of modules for as long as a forward is observed.
 
     Args:
-        function: a method of a module.
-        tell: called with the module and what the function returns or is about to go through.
+        function: a method of a module, or another function.
+        tell: called with what the function returns or is about to go through, and its arguments.
+        tell_first: called with its arguments before it runs.
     """
 
-    def __init__(self, function: Any, tell: Callable[[Any, Any], None]) -> None:
+    def __init__(
+        self, function: Any, tell: Callable[..., None] = _nothing, tell_first: Callable[..., None] = _tell
+    ) -> None:
         self._function = function
         self._code, self._keywords = function.__code__, function.__kwdefaults__
         original = FunctionType(
@@ -75,12 +113,12 @@ class _Observed:
         )
         original.__kwdefaults__ = function.__kwdefaults__
 
-        def observed(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not _observers.reaches:
-                return original(self, *args, **kwargs)
-            _tell(self)
-            result = original(self, *args, **kwargs)
-            tell(self, result)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not _observers.open:
+                return original(*args, **kwargs)
+            tell_first(*args, **kwargs)
+            result = original(*args, **kwargs)
+            tell(result, *args)
             return result
 
         self._observed = observed
@@ -99,31 +137,53 @@ class _Observed:
         self._function.__kwdefaults__ = self._keywords
 
 
-def _observing(self: Any, *args: Any, _observed: Any = None, **kwargs: Any) -> Any:
-    return _observed(self, *args, **kwargs)
+def _observing(*args: Any, _observed: Any = None, **kwargs: Any) -> Any:
+    return _observed(*args, **kwargs)
 
 
-def _going_through(self: Any, *args: Any, _observed: Any = None, **kwargs: Any) -> Any:
-    yield from _observed(self, *args, **kwargs)
+def _going_through(*args: Any, _observed: Any = None, **kwargs: Any) -> Any:
+    yield from _observed(*args, **kwargs)
 
 
-def _tell_of_result(module: Module, result: Any) -> None:
+def _tell_of_result(result: Any, *args: Any) -> None:
     if isinstance(result, Module):
         _tell(result)
 
 
-def _tell_of_children(module: Module, result: Any) -> None:
+def _tell_of_children(result: Any, module: Module, *args: Any) -> None:
     for child in module._modules.values():
         if child is not None:
             _tell(child)
 
 
-def _tell_of_all(module: Module, result: Any) -> None:
-    for inner in tree_of(module):
+def _tell_of_all(result: Any, module: Module, *args: Any) -> None:
+    for inner in _tree_of(module):
         _tell(inner)
 
 
-def tree_of(module: Module) -> Iterable[Module]:
+def _tell_of_call(module: Module, *args: Any, **kwargs: Any) -> None:
+    if is_compiled_module(module):
+        for observer in tuple(_observers.open):
+            observer.call(module, (args, kwargs))
+
+
+def _tell_of_compiled_code(callback: Any) -> None:
+    if callback:  # None and False: nothing is compiled
+        for observer in tuple(_observers.open):
+            observer.begin(callback)
+
+
+def _observe_compiled_calls(*args: Any, **kwargs: Any) -> None:
+    with _changing:
+        _begin(_compiled_calls())
+
+
+@functools.cache
+def _compiled_calls() -> _Observed:
+    return _Observed(begin_of_compiled_call(), tell_first=_tell_of_compiled_code)
+
+
+def _tree_of(module: Module) -> Iterable[Module]:
     """Return the module and all modules inside of it, past every function that is observed."""
     found: dict[int, Module] = {}
     todo: list[Module | None] = [module]
@@ -141,4 +201,6 @@ _OBSERVED = [
     *(_Observed(kind.__iter__, _tell_of_children) for kind in (ModuleList, Sequential)),
     *(_Observed(way, _tell_of_children) for way in (ModuleDict.items, ModuleDict.values, Module.named_children)),
     _Observed(Module.named_modules, _tell_of_all),
+    _Observed(Module.__call__, tell_first=_tell_of_call),
+    _Observed(torch.compile, tell_first=_observe_compiled_calls),  # perhaps the first time
 ]

@@ -9,13 +9,15 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from reactivate._modules.paths import is_compiled_module
+from reactivate._modules.paths import compiled_functions_of
 from reactivate._setting import Rewound
 from reactivate._snapshot.generators import state_of_generator, ways_of
-from reactivate._snapshot.module_access import close_reaching, open_reaching, tree_of
+from reactivate._snapshot.module_access import Observer, close_reaching, open_reaching
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.rewound_moment import RewoundMoment
 from reactivate._snapshot.trees import LARGE_TREE, Tree, large_roots, tree_at, tree_under
+from reactivate._snapshot.walk import DEPTH_OF_ARGUMENTS, Walk
+from reactivate._torch.dynamo import callback_of
 from reactivate._types import Unrestored
 
 
@@ -27,7 +29,8 @@ class ReachedModules:
         may_write_unseen: returns whether the region may write to tensors without a new version.
 
     Attributes:
-        moments: one for each module, in the order in which they were reached.
+        moments: one for each module or small tree, in the order in which they were reached; and of trees that compiled code
+            may read.
         generators: (generator in an attribute, its state).
     """
 
@@ -36,10 +39,13 @@ class ReachedModules:
         self.generators: list[tuple[Any, Any]] = []
         self._may_write_unseen = may_write_unseen
         self._reached: dict[int, Module] = {}
+        self._alone: list[Module] = []  # those reached without what is inside of them
+        self._called: list[Any] = []  # callbacks of compiled modules that are called and have not begun
         self._is_open = True
         for root in roots:
             self._reach(root)
-        open_reaching(self._reach)
+        self._observer = Observer(self._reach, self._call, self._begin)
+        open_reaching(self._observer)
 
     def _reach(self, module: Module) -> None:
         if id(module) in self._reached or not self._is_open:
@@ -49,11 +55,34 @@ class ReachedModules:
             inner = todo.pop()
             if id(inner) not in self._reached and not self._is_noted_whole(inner):
                 self._reached[id(inner)] = inner
+                self._alone.append(inner)
                 tree, roots = tree_at(inner)
                 todo += roots
                 self._note(tree)
-                if is_compiled_module(inner):
-                    todo += tree_of(inner)  # compiled code reads what is inside past all functions
+
+    def _call(self, module: Module, given: Any) -> None:
+        """Note all that a compiled module and its arguments lead to."""
+        if self._is_open:
+            walk = Walk()
+            walk.look(given, "the arguments", DEPTH_OF_ARGUMENTS)
+            walk.finish()
+            self._note_inside((module, *walk.roots))
+            self._called += map(callback_of, compiled_functions_of(module))
+
+    def _begin(self, callback: Any) -> None:
+        """Note all that is inside of modules reached so far, if other code begins than that of a compiled module."""
+        if callback in self._called:
+            self._called.remove(callback)
+        elif self._is_open:
+            self._note_inside(self._alone)
+            self._alone = []
+
+    def _note_inside(self, modules: Sequence[Module]) -> None:
+        """Note modules with all that is inside of them. Of those that were noted before, the first moment counts."""
+        whole: set[int] = set()
+        for module in modules:
+            if id(module) not in whole:
+                whole.update(self._note_whole(tree_under((module,))))
 
     def _is_noted_whole(self, module: Module) -> bool:
         """Note a module with all that is inside of it, if that is little, and return whether it is noted.
@@ -63,12 +92,16 @@ class ReachedModules:
         if large_roots.has(module) or not module._modules:
             return False
         tree = tree_under((module,))
-        inside = dict(zip(map(id, tree.modules), tree.modules))
-        if len(inside) > LARGE_TREE or not self._reached.keys().isdisjoint(inside):
+        if len(tree.modules) > LARGE_TREE or not self._reached.keys().isdisjoint(map(id, tree.modules)):
             return False
+        self._note_whole(tree)
+        return True
+
+    def _note_whole(self, tree: Tree) -> Iterable[int]:
+        inside = dict(zip(map(id, tree.modules), tree.modules))
         self._reached.update(inside)
         self._note(tree)
-        return True
+        return inside
 
     def _note(self, tree: Tree) -> None:
         self.moments.append(Moment((), (), (), tree, self._may_write_unseen))
@@ -78,8 +111,8 @@ class ReachedModules:
         """The forward is over."""
         if self._is_open:
             self._is_open = False
-            close_reaching(self._reach)
-            self._reached = {}
+            close_reaching(self._observer)
+            self._reached, self._alone, self._called = {}, [], []
             for moment in self.moments:
                 moment.finish()
 
@@ -91,9 +124,9 @@ class ReachedModules:
     def rewound(self) -> Iterator[None]:
         """Return the context in which the modules are what they were."""
         with ExitStack() as stack:
-            for moment in self.moments:
+            for moment in reversed(self.moments):  # of a module that has several the first counts
                 stack.enter_context(RewoundMoment(moment))
-            for generator, state in self.generators:
+            for generator, state in reversed(self.generators):
                 stack.enter_context(Rewound(*ways_of(generator), state))
             yield
 

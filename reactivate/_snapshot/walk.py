@@ -79,7 +79,7 @@ class Walk:
         asked: names that modules ask objects for.
         seen: {id: the value, or its substitute in a recomputation}. Keys of names and classes have more than an id.
         code: the functions and classes found.
-        is_lazy, has_compiled: whether a module creates parameters in its first call; whether torch compiled a function.
+        is_lazy: whether a module creates parameters in its first call.
         left_out: descriptions of objects that are not restored, for a message; None if no message needs them.
     """
 
@@ -88,7 +88,7 @@ class Walk:
     scripts: tuple[Any, ...] = ()
     generators: tuple[Any, ...] = ()
     left_out: list[str] | None = None
-    is_lazy = has_compiled = False
+    is_lazy = False
     _follows_functions = True
     asked: frozenset[str] = frozenset()
     _nesting = _items = 0
@@ -398,7 +398,6 @@ class Walk:
         self.code.functions += (facts,)
         compiled = compiled_function(fn)
         if compiled is not None:
-            self.has_compiled = True
             self.look(compiled, place, depth)
         else:
             self._made_of(fn, place, depth, facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from types import CodeType, GeneratorType
@@ -217,6 +218,23 @@ def compiled_function(function: Any) -> Any:
 def is_compiled_function(function: Any) -> bool:
     """Return whether `torch.compile` made this function."""
     return compiled_function(function) is not None and not getattr(function, "_torchdynamo_disable", False)
+
+
+def is_loaded() -> bool:
+    """Return whether torch has loaded what compiles functions, which takes it a second."""
+    return "torch._dynamo" in sys.modules
+
+
+@functools.cache
+def begin_of_compiled_call() -> Any:
+    """Return the function that torch calls, with what compiles, when a call of a compiled function begins."""
+    return find("torch._dynamo.eval_frame._callback_from_stance")
+
+
+def callback_of(function: Any) -> Any:
+    """Return what `begin_of_compiled_call` is called with when this compiled function is; None if that is not to be seen."""
+    names, cells = function.__code__.co_freevars, function.__closure__
+    return cells[names.index("callback")].cell_contents if "callback" in names else None
 
 
 def with_many_graphs(count: int) -> contextlib.AbstractContextManager[None]:

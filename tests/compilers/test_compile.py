@@ -25,7 +25,6 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 import reactivate
 from reactivate import Save, Site, policies
 from reactivate._passes.observing import observed_by
-from reactivate._snapshot.trees import LARGE_TREE
 from reactivate.errors import UnsupportedError
 
 EXACT_BACKENDS = ["eager", "aot_eager"]
@@ -364,24 +363,6 @@ def test_a_policy_of_modules_around_compiled_ones(
     assert_same([*results[0], *results[1]], [*results[2], *results[3]])
     assert ran.regions == ran.recomputations == 12 * (3 if place == "block" else 1)
     assert counts == [counts[0]] * 4 and counts[0] >= 1
-
-
-@pytest.mark.parametrize("how", WAYS_TO_COMPILE)
-def test_compiled_blocks_of_a_large_model(how: Callable[..., None]) -> None:
-    """The region notes modules as they are reached, and compiled code reaches them unseen."""
-    states, ran = [], Ran()
-    for wrap in (plain, reactivate.checkpoint):
-        torch._dynamo.reset()
-        model = make(plain)
-        model.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(LARGE_TREE // 2)
-        )
-        how(model, "aot_eager")
-        with observed_by(ran):
-            found = gradients(model, wrap(model), [(4, 16)] * 3)
-        states.append([*found, *(tensor.clone() for tensor in model.state_dict().values())])
-    assert_same(*states)
-    assert ran.regions == ran.recomputations == 3
 
 
 def bias_gelu(y: Tensor, bias: Tensor) -> Tensor:

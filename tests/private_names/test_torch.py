@@ -656,6 +656,15 @@ def a_compiled_function_leads_to_the_function() -> None:
     assert room.compiled_function(double) is None and not room.is_compiled_function(double)
 
 
+@needs("begin_of_compiled_call", "callback_of", "is_loaded")
+def torch_says_when_compiled_code_begins() -> None:
+    begin = room.begin_of_compiled_call()
+    compiled = torch.compile(torch.sin, backend="eager")
+    with mock.patch.object(importlib.import_module(begin.__module__), begin.__name__, side_effect=begin) as begun:
+        compiled(torch.ones(2))
+    assert room.is_loaded() and mock.call(room.callback_of(compiled)) in begun.mock_calls
+
+
 @needs("with_many_graphs")
 def more_graphs_of_a_function_are_made() -> None:
     config = importlib.import_module("torch._dynamo.config")
