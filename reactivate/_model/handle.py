@@ -194,7 +194,11 @@ class AppliedForward(Cover):
     def module(self) -> Module:
         """The module whose `forward` this is."""
         module = self._module()
-        assert module is not None
+        if module is None:
+            raise UsageError(
+                "A module with a policy of reactivate.apply was copied by `copy.copy`, and the module itself is gone, which "
+                "the copy would run. Copy it by `copy.deepcopy`, or keep the module."
+            )
         return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

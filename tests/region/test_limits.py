@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import functools
 import gc
@@ -38,7 +39,7 @@ import reactivate
 from reactivate import policies
 from reactivate._passes.observing import observed_by
 from reactivate.dropin.megatron import CheckpointWithoutOutput
-from reactivate.errors import MutationError, RecomputeMismatchError, UnsupportedError
+from reactivate.errors import MutationError, RecomputeMismatchError, UnsupportedError, UsageError
 from reactivate.guards import DEFAULT, ContextPair
 
 ENTRIES = re.findall(r"^### (.+)$", (Path(__file__).parents[2] / "docs/limits.md").read_text(), re.MULTILINE)
@@ -755,11 +756,21 @@ def test_saved_calls() -> None:
     reactivate.checkpoint(fn, policy=policies.save_names("saved"))(leaf()).sum().backward()
     assert entered == ["forward", "recomputation"], "for the backward of the saved call, and for no recomputation of fn"
 
+
+@shows("Shallow copies of a model with a policy")
+def test_a_shallow_copy_runs_the_module_that_it_is_a_copy_of() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     reactivate.apply(model, policies.recompute_modules("0"))
     replica: Any = model[0]._replicate_for_data_parallel()
     replica.weight, replica.bias = torch.zeros(4, 4), torch.zeros(4)
     assert replica(leaf()).any(), "it ran with the parameters of the original"
+
+    shallow, deep = copy.copy(model[0]), copy.deepcopy(model[0])
+    del model
+    gc.collect()
+    with pytest.raises(UsageError, match="copy.deepcopy"):
+        shallow(leaf())
+    assert deep(leaf()).any()
 
 
 @shows("Pack hooks that return their tensor")
