@@ -238,7 +238,7 @@ class TrainingStep:
                 stack.enter_context(state.held())
             stack.enter_context(self.beginning.of(states))
             stack.enter_context(_with_gradients(leaves, [None] * len(leaves)))
-            stack.enter_context(_refusing_optimizers())
+            stack.enter_context(_refusing_optimizers(is_users=self.whole is not None))
             stack.enter_context(called(self.caller))
             yield states[0].reach
 
@@ -330,11 +330,17 @@ def _state_of(model: Module) -> Iterable[Tensor]:
 
 
 @contextmanager
-def _refusing_optimizers() -> Iterator[None]:
+def _refusing_optimizers(*, is_users: bool) -> Iterator[None]:
     def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+        call = f"{type(optimizer).__name__}.step(), which would change the model"
+        if is_users:
+            raise UsageError(
+                f"plan(step=...) takes a function that runs forward and backward; it called {call}. Leave that out, and pass "
+                "plan(optimizer=...) for its memory. If hooks of the backward call it, plan before you register them."
+            )
         raise UsageError(
-            f"plan(step=...) takes a function that runs forward and backward; it called {type(optimizer).__name__}.step(), "
-            "which would change the model. Leave that out, and pass plan(optimizer=...) for its memory."
+            f"plan runs a forward and a backward; a hook of the model or a parameter called {call}. Plan and measure before "
+            "you register such hooks. The plan then counts all gradients at once: no less than such a step keeps."
         )
 
     with register_optimizer_step_pre_hook(refuse):

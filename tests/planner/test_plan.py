@@ -862,6 +862,11 @@ def test_an_optimizer_in_the_step_is_refused() -> None:
         reactivate.plan(case.model, budget="60%", step=step)
     assert_all_bitwise(before, dict(case.model.state_dict()))
 
+    for parameter in case.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(UsageError, match=r"a hook of the model or a parameter called SGD\.step"):
+        planned(case, "60%")
+
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     """As that of a model that was built anew: no state would be counted. One of a part of the parameters is none."""
