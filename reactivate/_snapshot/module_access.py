@@ -5,9 +5,8 @@ in time and memory. So where a tree is large, a module is noted when the forward
 parent, or one of its parameters, buffers and children is asked for. Torch's functions for that are observed while such a
 forward runs. They keep their identity, which compilers ask for, and get their own code back when the last one ends.
 
-Compiled code reaches modules by none of these functions. So calls of compiled modules are observed too, and what torch
-calls whenever compiled code begins. Code that is not compiled and reaches a module in another way (`self._modules[...]`) is
-not seen.
+Compiled code reaches modules by none of these functions. So the function that torch calls when compiled code begins is
+observed too. Code that is not compiled and reaches a module in another way (`self._modules[...]`) is not seen.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from reactivate._modules.paths import is_compiled_module
 from reactivate._torch.dynamo import begin_of_compiled_call, is_loaded
 from reactivate._torch.private_api import is_missing
 
@@ -33,12 +31,10 @@ class Observer(NamedTuple):
 
     Attributes:
         reach: for each module that is reached, perhaps several times.
-        call: when a compiled module is called, with its arguments.
         begin: when compiled code begins, with what torch has for it (see `callback_of`).
     """
 
     reach: Callable[[Module], None]
-    call: Callable[[Module, Any], None]
     begin: Callable[[Any], None]
 
 
@@ -116,7 +112,7 @@ class _Observed:
         def observed(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not _observers.open:
                 return original(*args, **kwargs)
-            tell_first(*args, **kwargs)
+            tell_first(*args)
             result = original(*args, **kwargs)
             tell(result, *args)
             return result
@@ -161,19 +157,13 @@ def _tell_of_all(result: Any, module: Module, *args: Any) -> None:
         _tell(inner)
 
 
-def _tell_of_call(module: Module, *args: Any, **kwargs: Any) -> None:
-    if is_compiled_module(module):
-        for observer in tuple(_observers.open):
-            observer.call(module, (args, kwargs))
-
-
 def _tell_of_compiled_code(callback: Any) -> None:
     if callback:  # None and False: nothing is compiled
         for observer in tuple(_observers.open):
             observer.begin(callback)
 
 
-def _observe_compiled_calls(*args: Any, **kwargs: Any) -> None:
+def _observe_compiled_calls(*args: Any) -> None:
     with _changing:
         _begin(_compiled_calls())
 
@@ -201,6 +191,5 @@ _OBSERVED = [
     *(_Observed(kind.__iter__, _tell_of_children) for kind in (ModuleList, Sequential)),
     *(_Observed(way, _tell_of_children) for way in (ModuleDict.items, ModuleDict.values, Module.named_children)),
     _Observed(Module.named_modules, _tell_of_all),
-    _Observed(Module.__call__, tell_first=_tell_of_call),
     _Observed(torch.compile, tell_first=_observe_compiled_calls),  # perhaps the first time
 ]

@@ -16,7 +16,6 @@ from reactivate._snapshot.module_access import Observer, close_reaching, open_re
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.rewound_moment import RewoundMoment
 from reactivate._snapshot.trees import LARGE_TREE, Tree, large_roots, tree_at, tree_under
-from reactivate._snapshot.walk import DEPTH_OF_ARGUMENTS, Walk
 from reactivate._torch.dynamo import callback_of
 from reactivate._types import Unrestored
 
@@ -40,11 +39,13 @@ class ReachedModules:
         self._may_write_unseen = may_write_unseen
         self._reached: dict[int, Module] = {}
         self._alone: list[Module] = []  # those reached without what is inside of them
-        self._called: list[Any] = []  # callbacks of compiled modules that are called and have not begun
+        self._whole: set[int] = set()  # ids of those with what is inside of them
+        self._compiled: dict[int, list[Module]] = {}  # by the ids of the callbacks of their compiled functions
+        self._looked_at = 0  # of the modules that are reached, for compiled ones
         self._is_open = True
         for root in roots:
             self._reach(root)
-        self._observer = Observer(self._reach, self._call, self._begin)
+        self._observer = Observer(self._reach, self._begin)
         open_reaching(self._observer)
 
     def _reach(self, module: Module) -> None:
@@ -60,29 +61,21 @@ class ReachedModules:
                 todo += roots
                 self._note(tree)
 
-    def _call(self, module: Module, given: Any) -> None:
-        """Note all that a compiled module and its arguments lead to."""
-        if self._is_open:
-            walk = Walk()
-            walk.look(given, "the arguments", DEPTH_OF_ARGUMENTS)
-            walk.finish()
-            self._note_inside((module, *walk.roots))
-            self._called += map(callback_of, compiled_functions_of(module))
-
     def _begin(self, callback: Any) -> None:
-        """Note all that is inside of modules reached so far, if other code begins than that of a compiled module."""
-        if callback in self._called:
-            self._called.remove(callback)
-        elif self._is_open:
-            self._note_inside(self._alone)
-            self._alone = []
+        """Note what compiled code may reach: what is inside of the modules whose code it is, else of all reached so far."""
+        if self._is_open:
+            reached = list(self._reached.values())
+            for module in reached[self._looked_at :]:
+                for function in compiled_functions_of(module):
+                    self._compiled.setdefault(id(callback_of(function)), []).append(module)
+            self._looked_at = len(reached)
+            self._note_inside(self._compiled.get(id(callback), self._alone))
 
     def _note_inside(self, modules: Sequence[Module]) -> None:
         """Note modules with all that is inside of them. Of those that were noted before, the first moment counts."""
-        whole: set[int] = set()
         for module in modules:
-            if id(module) not in whole:
-                whole.update(self._note_whole(tree_under((module,))))
+            if id(module) not in self._whole:
+                self._note_whole(tree_under((module,)))
 
     def _is_noted_whole(self, module: Module) -> bool:
         """Note a module with all that is inside of it, if that is little, and return whether it is noted.
@@ -97,11 +90,11 @@ class ReachedModules:
         self._note_whole(tree)
         return True
 
-    def _note_whole(self, tree: Tree) -> Iterable[int]:
+    def _note_whole(self, tree: Tree) -> None:
         inside = dict(zip(map(id, tree.modules), tree.modules))
         self._reached.update(inside)
+        self._whole.update(inside)
         self._note(tree)
-        return inside
 
     def _note(self, tree: Tree) -> None:
         self.moments.append(Moment((), (), (), tree, self._may_write_unseen))
@@ -112,7 +105,7 @@ class ReachedModules:
         if self._is_open:
             self._is_open = False
             close_reaching(self._observer)
-            self._reached, self._alone, self._called = {}, [], []
+            self._reached, self._alone, self._whole, self._compiled = {}, [], set(), {}
             for moment in self.moments:
                 moment.finish()
 

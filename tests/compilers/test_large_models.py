@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from types import MethodType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ import torch._dynamo
 from oracle import compare, leaf
 from several import each
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
-from reactivate import policies
+from reactivate import checkpoint, policies
 from reactivate._snapshot import module_access
 from reactivate._snapshot.trees import LARGE_TREE
 from reactivate._torch.private_api import Missing
@@ -62,10 +64,10 @@ class Model(nn.Module):
 
 
 class Given(Block):
-    """A block that calls another one of the model that it is given."""
+    """A block that calls a part of the model that it is given."""
 
-    def forward(self, x: Tensor, model: Any = None) -> Tensor:
-        return super().forward(model._modules["blocks"]._modules["5"](x) if model else x)
+    def forward(self, x: Tensor, model: Any) -> Tensor:
+        return super().forward(model.extra(x))
 
 
 class Hidden(nn.Module):
@@ -84,7 +86,7 @@ class Hidden(nn.Module):
 
 
 def in_place(model: Model, block: Block) -> None:
-    block.compile(backend="eager")
+    block.compile(**compiled.keywords)
 
 
 def wrapper(model: Model, block: Block) -> None:
@@ -143,19 +145,6 @@ def method_of_the_model(model: Model, block: Block) -> None:
     model.way = MethodType(compiled(lambda self, x: self._modules["blocks"]._modules["3"](x)), model)
 
 
-def argument(model: Model, block: Block) -> None:
-    block.__class__ = Given
-    block.compile(backend="eager")
-    model.way = lambda x: block(x, model=model)
-
-
-def function_of_a_compiled_module(model: Model, block: Block) -> None:
-    """Call the function after the module, with something else."""
-    block.__class__ = Given
-    block.forward = compiled(block.forward)
-    model.way = lambda x: block.forward(block(x), model)
-
-
 def made_in_each_call(model: Model, block: Block) -> None:
     model.way = lambda x: compiled(block.forward)(x)
 
@@ -169,7 +158,7 @@ def after_it_was_reached(model: Model, block: Block) -> None:
 WAYS = [
     *(in_place, wrapper, forward, forward_of_the_class, call_of_the_module, attribute, bound_method, item_of_a_dict),
     *(item_of_a_list, function_of_a_partial, attribute_of_an_object, attribute_of_the_block, other_module),
-    *(method_of_the_model, argument, function_of_a_compiled_module, made_in_each_call, after_it_was_reached),
+    *(method_of_the_model, made_in_each_call, after_it_was_reached),
 ]
 
 
@@ -195,11 +184,42 @@ def test_compiled_code(way: Any, place: str) -> None:
     assert watched.regions == watched.recomputations == STEPS
 
 
+@each("way", [in_place, wrapper, forward, forward_of_the_class, attribute])
+def test_nothing_is_compiled_again(way: Any) -> None:
+    """The forward of a region is observed, and its recomputation is not: both run the code that was compiled first."""
+
+    def graphs(wrap: Callable[..., Any]) -> int:
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        with mock.patch.dict(globals(), compiled=functools.partial(torch.compile, backend=counter)):
+            trained(way, wrap, "module")
+        return counter.frame_count
+
+    assert graphs(checkpoint) == graphs(lambda fn: fn)
+
+
 @each("way", [attribute, item_of_a_dict, after_it_was_reached])
 def test_a_saved_module_beside_compiled_code(way: Any) -> None:
     policy = policies.save_modules("blocks.0.linear")
     watched = compare(lambda wrap, **options: trained(way, wrap, "module", **options), policy=policy)
     assert watched.regions == watched.recomputations == STEPS
+
+
+def test_a_model_that_is_an_argument() -> None:
+    """Show what docs/limits.md says of modules that are passed to compiled ones, and of attributes."""
+
+    def argument(model: Model, block: Block) -> None:
+        block.__class__, model.extra = Given, Block()
+        block.compile(backend="eager")
+        model.way = lambda x: block(x, model)
+
+    def as_attribute(model: Model, block: Block) -> None:
+        argument(model, block)
+        block.__dict__["model"] = model
+
+    compare(lambda wrap, **options: trained(as_attribute, wrap, "module", **options), check="metadata")
+    with pytest.raises(AssertionError, match="differs"):
+        compare(lambda wrap, **options: trained(argument, wrap, "module", **options))
 
 
 def test_a_torch_that_does_not_say_when_compiled_code_begins(monkeypatch: pytest.MonkeyPatch) -> None:
