@@ -61,7 +61,13 @@ GPU = ("-m", "gpu")
 PARTS = (
     _tests("storages", 150, *GPU, "tests/gpu/test_gpu_offload.py"),
     _tests("loss by rows", 60, *GPU, "tests/loss/test_loss_by_rows.py"),
-    _tests("budgets, generators, streams, kernels", 240, *GPU, "tests/gpu/test_gpu.py", "tests/region/test_limits.py"),
+    _tests(
+        "budgets, generators, streams, kernels",
+        240,
+        *GPU,
+        "tests/gpu/test_gpu.py",
+        "tests/region/test_limits_of_torch.py",
+    ),
     _tests("trainings", 150, *GPU, "tests/gpu/test_gpu_training.py"),
     _tests(
         "torch's tables", 200, "--device=cuda", "-n8", "tests/region/test_ops.py", "tests/region/test_module_table.py"
