@@ -15,6 +15,8 @@ from tiers import is_left_out, is_named, second_tier
 
 import reactivate
 
+pytest.register_assert_rewrite("plan_checks")  # so that it says which sizes it compared
+
 
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:

@@ -126,6 +126,36 @@ def gpt(**options: Any) -> Case:
     return Case(GPT(**options), (tokens,), loss=lambda logits: F.cross_entropy(logits.flatten(0, 1), tokens.flatten()))
 
 
+class InForward(nn.Module):
+    """A large value on the way that nothing keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(4))
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        with torch.no_grad():
+            large = x.repeat(1, 1, 200).sum(-1, keepdim=True)
+        return self.last(x) + large
+
+
+class Positions(nn.Module):
+    """A model whose table of positions ends at 20."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.blocks = nn.Embedding(20, 32), nn.ModuleList(Block(32) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.positions(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def llama() -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
