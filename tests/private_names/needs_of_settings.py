@@ -109,20 +109,6 @@ def flags_can_be_read_and_written_back() -> None:
     assert len({flag.name for flag in room.FLAGS}) == len(values)
 
 
-@needs()
-def the_older_precision_flag_can_be_asked_when_only_the_newer_ones_have_a_word_for_it() -> None:
-    assert room._read_float32_matmul() == torch.get_float32_matmul_precision()
-    precision = room._fp32_precision("mkldnn", "matmul")
-    before = precision.read()
-    precision.write("tf32")
-    try:
-        assert room._read_float32_matmul() in (None, "highest")  # None where torch raises
-        room._write_float32_matmul(None)
-        assert precision.read() == "tf32"
-    finally:
-        precision.write(before)
-
-
 @needs("leave_autocast")
 def autocast_contexts_are_left() -> None:
     for _ in range(3):

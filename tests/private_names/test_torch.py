@@ -198,3 +198,16 @@ def test_probes_see_a_draw() -> None:
     random.random()
     assert STREAMS.now() is not before
     random.setstate(state)
+
+
+def test_the_older_precision_flag_can_be_asked_when_only_the_newer_ones_have_a_word_for_it() -> None:
+    assert room._read_float32_matmul() == torch.get_float32_matmul_precision()
+    precision = room._fp32_precision("mkldnn", "matmul")
+    before = precision.read()
+    precision.write("tf32")
+    try:
+        assert room._read_float32_matmul() in (None, "highest")  # None where torch raises
+        room._write_float32_matmul(None)
+        assert precision.read() == "tf32"
+    finally:
+        precision.write(before)

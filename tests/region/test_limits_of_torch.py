@@ -45,6 +45,7 @@ def test_a_derivative_inside_of_a_region() -> None:
         assert all(map(torch.equal, plainly, gradients(other, lambda: (of_autograd,))))
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: not run")
 @shows("CUDA graphs")
 def test_cuda_graphs() -> None:
