@@ -76,7 +76,7 @@ xla: $(XLA)/.installed $(TPU)/.installed  ## the environments of torch_xla and o
 test-xla: xla  ## regions on XLA's CPU device, and compiled for a TPU
 	$(TEST) $(IN_XLA) -m pytest -n $(JOBS) tests_xla
 
-WITHOUT_TITAN := --ignore tests/recipe/test_recipe.py --ignore tests/recipe/test_recipe_configs.py  # torchtitan needs a newer torch
+WITHOUT_TITAN := --ignore tests/recipe  # torchtitan needs a newer torch
 
 test-oldest: $(XLA)/.installed  ## both tiers, but for slow tests, on the oldest torch that is supported
 	$(TEST) $(IN_XLA) -m pytest -n $(JOBS) --wide $(or $(TESTS),$(WITHOUT_TITAN))

@@ -15,7 +15,7 @@ import pytest
 
 SECOND = {
     "packages of hosts": "architectures cache_watch integrations_accelerate integrations_lightning integrations_transformers "
-    "plan_models recipe recipe_configs",
+    "plan_models recipe recipe_configs recipe_peers recipe_refusals",
     "a GPU": "gpu gpu_offload gpu_training",
     "torch's tables, row by row": "ops module_table",
     "compilers": "aot compile compute_intensive plan_compiled policies_in_graph scripts",
