@@ -4,125 +4,28 @@ from __future__ import annotations
 
 import gc
 import inspect
-import json
-import re
-import subprocess
-import sys
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ref
 
+import explain_cases
 import pytest
 import torch
-from oracle import assert_bitwise, random_states, seed_everything
-from several import each
+from explain_cases import RNG_BYTES, Block, Model, every_model, made, prepared
+from oracle import assert_bitwise, random_states
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional as F
 
 import reactivate
-from reactivate._inspect.comparison import Comparison
 from reactivate._inspect.explain import explain
 from reactivate._inspect.explanation import Entry, Explanation
 from reactivate._passes.observing import observed_by
-from reactivate._region import accounts
-from reactivate._region.accounts import in_words, note_shortage
-from reactivate._region.region import Region
 from reactivate._torch.modes import FakeTensorMode
-from reactivate.errors import UsageError
-from reactivate.policies import first_match, full, recompute_every, recompute_modules, save_modules, save_ops
+from reactivate.policies import first_match, full, save_modules, save_ops
 
-RNG_BYTES = 0  # the state of a generator is bytes, and no tensor
-
-
-class Block(nn.Module):
-    def __init__(self, size: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(size)
-        self.up = nn.Linear(size, 2 * size)
-        self.down = nn.Linear(2 * size, size)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(x)
-        hidden = F.gelu(self.up(hidden))
-        hidden = self.dropout(self.down(hidden))
-        return x + hidden
-
-
-class Normed(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(size, size)
-        self.norm = nn.BatchNorm1d(size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.norm(self.linear(x)))
-
-
-class Model(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, 8)
-        self.layers = nn.ModuleList(make() for _ in range(4))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x).tanh().sum()
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(8, 0.2), Block(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).sin()).cos()
-
-
-def blocks(dropout: float = 0.0) -> Callable[[], Model]:
-    return lambda: Model(lambda: Block(8, dropout))
-
-
-def recomputed(policy: Any, make: Callable[[], Model]) -> Callable[[], Model]:
-    def made() -> Model:
-        model = make()
-        reactivate.apply(model, policy)
-        return model
-
-    return made
-
-
-NESTED = recompute_modules("layers.*", "layers.*.first")
-MODELS: dict[str, Callable[[], Model]] = {
-    "plain": blocks(),
-    "full": recomputed(full(), blocks()),
-    "every second": recomputed(recompute_every(2), blocks()),
-    "save_ops": recomputed(first_match(save_ops("linear"), full()), blocks()),
-    "save_modules": recomputed(first_match(save_modules("*.up", "*.norm"), full()), blocks()),
-    "dropout": recomputed(full(), blocks(0.2)),
-    "dropout, saved": recomputed(first_match(save_modules("*.dropout"), full()), blocks(0.2)),
-    "batch norm": recomputed(full(), lambda: Model(lambda: Normed(8))),
-    "nested": recomputed(NESTED, lambda: Model(Outer)),
-    "nested, saved": recomputed(first_match(save_ops("gelu"), NESTED), lambda: Model(Outer)),
-}
 REGIONS = {"plain": 0, "every second": 2, "nested": 8, "nested, saved": 8}
-every_model = each("name", MODELS)
-
-
-def made(name: str) -> Model:
-    seed_everything()
-    return MODELS[name]()
-
-
-def prepared(name: str) -> tuple[Model, Tensor]:
-    return made(name), torch.randn(5, 4)
 
 
 def regions_of(explanation: Explanation) -> list[Entry]:
@@ -359,17 +262,17 @@ def line_with(owner: Any, text: str) -> int:
 def test_source_lines() -> None:
     model, x = prepared("save_ops")
     explanation = explain(model, x)
-    region = explanation.regions[0]
-    assert region.source == f"{__file__}:{line_with(Model, 'layer(x)')} in {name_of(Model.forward)}"
+    region, file = explanation.regions[0], explain_cases.__file__
+    assert region.source == f"{file}:{line_with(Model, 'layer(x)')} in {name_of(Model.forward)}"
     up, down = (entry for entry in region.inside if entry.kind == "saved call")
     assert (up.path, up.name) == ("layers.0.up", "linear")
-    assert up.source == f"{__file__}:{line_with(Block, 'F.gelu(self.up')} in {name_of(Block.forward)}"
+    assert up.source == f"{file}:{line_with(Block, 'F.gelu(self.up')} in {name_of(Block.forward)}"
     assert down.source is not None and f":{line_with(Block, 'self.dropout(self.down')} " in down.source
     again = {entry.source for entry in region.inside if entry.kind == "recomputed"}
-    assert f"{__file__}:{line_with(Block, 'self.norm(x)')} in {name_of(Block.forward)}" in again
+    assert f"{file}:{line_with(Block, 'self.norm(x)')} in {name_of(Block.forward)}" in again
     outside = {entry.path: entry for entry in explanation.outside}
     assert outside.keys() == {"embed", "head", ""}
-    assert outside["embed"].source == f"{__file__}:{line_with(Model, 'self.embed(x)')} in {name_of(Model.forward)}"
+    assert outside["embed"].source == f"{file}:{line_with(Model, 'self.embed(x)')} in {name_of(Model.forward)}"
 
 
 def name_of(function: Any) -> str:
@@ -502,234 +405,6 @@ def test_a_model_larger_than_memory_is_explained_fake() -> None:
     explanation = explain(model, x, fake=True)
     assert explanation.kept_bytes > 2**40 * 4 * 8
     assert "TiB" in explanation.text(plain=True)
-
-
-# -- text and JSON ----------------------------------------------------------------------------------------------------
-
-
-@every_model
-def test_json_round_trip(name: str) -> None:
-    explanation = explain(*prepared(name))
-    text = json.dumps(explanation.to_json())
-    assert Explanation.from_json(json.loads(text)) == explanation
-
-
-@each(
-    ("value", "words"),
-    [
-        ({"version": 99}, "version 99"),
-        (
-            '{"version": 1}',
-            r"from_json takes what \w+\.to_json returned, a dict; got '.*'. Read text with json.loads first",
-        ),
-        (None, "got None"),
-        ({"version": 1}, r"This is no (explanation|comparison) as `\w+\.save` writes it: the field '\w+' is missing"),
-    ],
-)
-def test_what_is_no_json_of_it_is_refused(value: Any, words: str) -> None:
-    for kind in (Explanation, Comparison):
-        with pytest.raises(UsageError, match=words):
-            kind.from_json(value)
-
-
-def test_the_table() -> None:
-    model, x = prepared("save_ops")
-    text = str(explain(model, x))
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 120
-    title = "Kept for the backward: 2.17 KiB, of which 300 B outside of regions. Recomputed: 2.03 KiB."
-    assert lines[0].startswith(title) and explain(model, x).title == title
-    assert any("layers.0…layers.3 (4 alike) Block" in line and "640 B" in line for line in lines)
-    assert any(line.strip().startswith("up linear") and "test_explain.py:" in line for line in lines)
-    assert lines[-1].split()[0] == "all"
-
-
-def test_a_notebook_and_a_debugger_show_it() -> None:
-    explanation = explain(*prepared("save_ops"))
-    assert re.fullmatch(
-        r"Explanation\(2.17 KiB kept, 2.03 KiB recomputed: 4 regions and \d+ sites? outside\)", repr(explanation)
-    )
-    compared = reactivate.compare(*prepared("plain"), policy=full())
-    assert repr(compared).startswith("Comparison(before=Explanation(") and len(repr(compared)) < 200
-    for shown, rows in ((explanation, str(explanation).splitlines()), (compared, compared.table().rows)):
-        page = ElementTree.fromstring(f"<div>{shown._repr_html_()}</div>")
-        assert page.findtext("p") == str(shown).splitlines()[0]
-        assert 3 < len(page.findall("table/tbody/tr")) <= len(rows)
-
-
-def test_the_table_is_as_wide_as_asked() -> None:
-    explanation = explain(*prepared("save_ops"))
-    assert max(map(len, explanation.text(width=100).splitlines())) <= 100
-    assert "layers.0…layers.3 (4 alike) Block" in explanation.text(plain=True)
-
-
-def test_layers_that_keep_alike_share_their_rows_with_their_sums() -> None:
-    """Of a model without a policy too."""
-    explanation = explain(*prepared("plain"))
-    lines = explanation.text(plain=True).splitlines()
-    (folded,) = (number for number, line in enumerate(lines) if "alike" in line)
-    inside = [entry for entry in explanation.outside if entry.path.startswith("layers.")]
-    assert lines[folded].startswith("layers.0…layers.3 (4 alike) Block")
-    assert lines[folded].endswith(in_words(sum(entry.kept_bytes for entry in inside)))
-    up = [entry for entry in inside if entry.path.endswith(".up")]
-    (line,) = (line for line in lines if line.startswith("  up: 4 tensors "))
-    assert in_words(sum(entry.kept_bytes for entry in up)) in line
-    assert len(lines) == folded + 8  # four places in a layer; the head, the loss and the total
-
-
-def test_folded_rows_are_sums_at_any_depth() -> None:
-    """Of regions in regions too."""
-    explanation = explain(*prepared("nested"))
-    inner = [entry for entry in explanation.walk() if entry.path == "layers.0.first" and entry.kind == "recomputed"]
-    assert inner
-    text = explanation.text(plain=True)
-    for entry in inner:
-        assert f"    {4 * entry.tensors} tensors" in text and in_words(4 * entry.recomputed_bytes) in text
-
-
-def test_only_layers_that_are_alike_share_rows() -> None:
-    model, x = prepared("plain")
-    model.layers[2] = Normed(8)
-    text = explain(model, x).text(plain=True)
-    for row in ("layers.0…layers.1 (2 alike) Block ", "\nlayers.2 Normed ", "\nlayers.3 Block "):
-        assert text.count(row) == 1
-
-
-def test_the_sums_of_layers_are_values_too() -> None:
-    explanation = explain(*prepared("every second"))
-    layers = [entry for entry in explanation.outside_by_layer if entry.kind == "layer"]
-    assert [(entry.path, entry.name) for entry in layers] == [("layers.1", "Block"), ("layers.3", "Block")]
-    for layer in layers:
-        inside = [entry for entry in explanation.outside if entry.path.startswith(layer.path)]
-        assert list(layer.inside) == inside and len(inside) > 2
-        assert layer.kept_bytes == sum(entry.kept_bytes for entry in inside) > 0
-    others = [entry for entry in explanation.outside_by_layer if entry.kind != "layer"]
-    assert [entry.path for entry in others] == [entry.path for entry in explanation.outside if "." not in entry.path]
-
-
-def test_torch_alone_is_enough_to_print() -> None:
-    """Each once, and nothing beside it: neither the profiler's log nor a warning."""
-    code = (
-        "import sys\n"
-        "for name in ('rich', 'matplotlib', 'jinja2', 'click', 'pydantic', 'yaml'): sys.modules[name] = None\n"
-        "import torch, reactivate\n"
-        "layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)\n"
-        "model, x = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.ones(2, 4, 8)\n"
-        "print(reactivate.explain(model, x))\n"
-        "plan = reactivate.plan(model, x, budget='100%')\n"
-        "print(plan)\n"
-        "print(plan.measure())\n"
-        "print(reactivate.verify(model, x))\n"
-        "print(reactivate.apply(model, plan))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for said in ("Kept for the backward", "fits into", "Peak: predicted", "The same, bit for bit", "Plan("):
-        assert done.stdout.count(said) == 1, said
-    assert all(line.startswith("plan: ") for line in done.stderr.splitlines())  # its progress, on a slow machine
-
-
-def test_nothing_to_explain_is_refused() -> None:
-    with pytest.raises(UsageError, match="requires a gradient"):
-        explain(lambda x: x * 2, torch.ones(2))
-    model, x = prepared("plain")
-    with pytest.raises(UsageError, match=r"no backward .* Write model.requires_grad_\(\)"):
-        explain(model.requires_grad_(False), x)
-    with pytest.raises(UsageError, match=r"although args\[0\] does: the model detaches it"):
-        explain(lambda x: x.detach(), torch.ones(2, requires_grad=True))
-
-
-# -- out of memory ----------------------------------------------------------------------------------------------------
-
-
-def notes_of(error: BaseException) -> str:
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])
-
-
-SHORTAGES = {
-    "device": torch.OutOfMemoryError("out of memory"),
-    "host": RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes."),
-}
-
-
-class Short(nn.Module):
-    """Runs out of memory in the forward pass or in the recomputation of the third layer."""
-
-    def __init__(self, kind: str, is_in_recomputation: bool) -> None:
-        super().__init__()
-        self.kind = kind
-        self.is_in_recomputation = is_in_recomputation
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if reactivate.is_recomputing() == self.is_in_recomputation:
-            error = SHORTAGES[self.kind]
-            raise type(error)(*error.args)
-        return self.linear(x).sin()
-
-
-@pytest.mark.parametrize("kind", SHORTAGES)
-@pytest.mark.parametrize("is_in_recomputation", [False, True])
-def test_out_of_memory_says_who_keeps_what(kind: str, is_in_recomputation: bool) -> None:
-    gc.collect()  # what other tests left
-    model = made("dropout")
-    short = model.layers[2] = Short(kind, is_in_recomputation)
-    reactivate.Handle.of(model).remove()
-    reactivate.apply(model, first_match(save_ops("gelu"), recompute_modules("layers.*")))
-    assert isinstance(model.layers[2], Short) and short is model.layers[2]
-    with pytest.raises(RuntimeError) as caught:
-        model(torch.randn(5, 4)).backward()
-    text = notes_of(caught.value)
-    assert text.count("Kept for the backward by regions") == 1
-    assert "reactivate.explain" in text
-    each = 5 * 8 * 4 + RNG_BYTES + 5 * 16 * 4  # the input, the state of the generator, the result of gelu
-    assert f"\n  layers.0: {in_words(each)}\n  layers.1: {in_words(each)}\n" in text
-    last = 5 * 8 * 4 + (RNG_BYTES if is_in_recomputation else 0)  # a state is kept when the forward has ended
-    assert f"\n  layers.2: {in_words(last)}\n" in text
-
-
-def test_out_of_memory_in_a_nested_region_is_noted_once_and_recomputes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(accounts, "_LINES", 10**6)  # tests before this one may have left regions
-    gc.collect()
-    recomputations: list[str] = []
-
-    def inner(x: Tensor) -> Tensor:
-        if reactivate.is_recomputing():
-            recomputations.append("inner")
-        return x.sin().cos()
-
-    def last(x: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("out of memory")
-
-    def outer(x: Tensor) -> Tensor:
-        y = reactivate.checkpoint(inner, name="inner")(x.exp())
-        return reactivate.checkpoint(last, name="last")(y)
-
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        reactivate.checkpoint(outer, name="outer")(torch.randn(64, requires_grad=True) * 1)
-    text = notes_of(caught.value)
-    assert text.count("Kept for the backward by regions") == 1 and not recomputations
-    assert "outer: 256 B" in text and f"inner: {in_words(RNG_BYTES)}" in text and "last: 0 B" in text
-
-
-def test_before_python_311_the_account_is_in_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = torch.OutOfMemoryError("out of memory", "and more")
-    monkeypatch.setattr(sys, "version_info", (3, 10, 0))
-    for _ in range(2):
-        note_shortage(error, Region)
-    monkeypatch.undo()
-    assert error.args[0].startswith("out of memory\nKept for the backward by regions") and error.args[1] == "and more"
-    assert notes_of(error).count("Kept for the backward") == 1
-
-
-def test_other_errors_have_no_note() -> None:
-    def fn(x: Tensor) -> Tensor:
-        raise RuntimeError("something else")
-
-    with pytest.raises(RuntimeError) as caught:
-        reactivate.checkpoint(fn)(torch.ones(2, requires_grad=True))
-    assert notes_of(caught.value) == "something else"
 
 
 def test_a_model_without_memory_is_explained_where_its_arguments_are() -> None:
