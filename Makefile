@@ -44,7 +44,7 @@ ENGINE := $(addprefix tests/region/test_,$(addsuffix .py,exact autograd exceptio
 	$(addprefix tests/snapshot/test_,$(addsuffix .py,modules arguments mutation own_writes)) \
 	$(addprefix tests/guards/test_,$(addsuffix .py,rng ambient)) \
 	$(addprefix tests/saved_calls/test_,$(addsuffix .py,saved_sites saved_sites_kept saved_functions nested_sites)) \
-	$(addprefix tests/dropin/test_,$(addsuffix .py,architectures dropin_torch)) \
+	$(addprefix tests/dropin/test_,$(addsuffix .py,architectures dropin_torch dropin_torch_options)) \
 	$(addprefix tests/random_programs/test_,$(addsuffix .py,property))
 
 test-fenced: $(VENV)/.test $(VENV)/.models  ## the engine's tests, as if the CPU were a device whose compiler needs a fence
