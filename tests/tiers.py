@@ -29,7 +29,8 @@ SECOND = {
     "long runs": "offload_long",
     "prose, reports, commands and benchmarks": "benchmarks benchmarks_architectures benchmarks_collectives "
     "benchmarks_frontier benchmarks_gpu benchmarks_offload benchmarks_optimum benchmarks_planning benchmarks_selective "
-    "benchmarks_sharded cli cli_arguments cli_plan demo explain_policy pages report report_alive torches words",
+    "benchmarks_sharded cli cli_arguments cli_plan demo explain_policy pages report report_alive report_page report_pictures "
+    "torches words",
 }
 """Files of the second tier, by what they need or are about."""
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from report_cases import HOSTILE, read, texts_of
 from several import each
-from test_report import HOSTILE, read, texts_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 

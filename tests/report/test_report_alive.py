@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from plan_models import GPT
-from test_report import BROWSER, TWELVE, opened, read, texts_of
+from report_cases import BROWSER, TWELVE, opened, read, texts_of
 from torch import Tensor
 from torch.nn import functional as F
 
