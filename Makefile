@@ -42,7 +42,7 @@ test-all: $(VENV)/.test $(VENV)/.models  ## the second tier: all else that a CPU
 
 ENGINE := $(addprefix tests/region/test_,$(addsuffix .py,exact autograd exceptions interrupts memory visibility nested_storage)) \
 	$(addprefix tests/snapshot/test_,$(addsuffix .py,modules arguments mutation own_writes)) \
-	$(addprefix tests/guards/test_,$(addsuffix .py,rng ambient)) \
+	$(addprefix tests/guards/test_,$(addsuffix .py,rng rng_devices ambient)) \
 	$(addprefix tests/saved_calls/test_,$(addsuffix .py,saved_sites saved_sites_kept saved_functions nested_sites)) \
 	$(addprefix tests/dropin/test_,$(addsuffix .py,architectures dropin_torch dropin_torch_options)) \
 	$(addprefix tests/random_programs/test_,$(addsuffix .py,property))
