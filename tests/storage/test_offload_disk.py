@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from offload_cases import Stack, block, same, trained
 from oracle import assert_bitwise
 from surroundings import Failure
-from test_offload_inputs import Stack, block, same, trained
 from torch import Tensor, nn
 
 import reactivate

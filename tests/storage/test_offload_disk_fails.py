@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from offload_cases import Stack, same, trained
 from oracle import assert_bitwise
 from test_offload_disk import arrived, disk, filled, until, until_empty
-from test_offload_inputs import Stack, same, trained
 
 import reactivate
 from reactivate import policies

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from offload_cases import Stack, same
 from test_offload_disk import arrived, disk, filled
-from test_offload_inputs import Stack, same
 
 import reactivate
 from reactivate import policies

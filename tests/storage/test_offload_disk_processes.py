@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from offload_cases import Stack, same
 from test_offload_disk import disk, filled
-from test_offload_inputs import Stack, same
 from torch import Tensor
 
 import reactivate

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from offload_cases import Shelf, Stack, same, trained
 from test_offload_disk import disk, until, until_empty
-from test_offload_inputs import Shelf, Stack, same, trained
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
@@ -120,7 +120,7 @@ def test_a_limit_that_only_some_steps_reach(tmp_path: Path) -> None:
 TRAINING = """
 import os, signal, sys, torch
 sys.path[:0] = [sys.argv[2], os.path.dirname(sys.argv[2])]
-from test_offload_inputs import Stack, trained
+from offload_cases import Stack, trained
 import reactivate
 from reactivate import policies
 from reactivate.storage import Disk
@@ -205,7 +205,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 rank, path, tests = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 sys.path[:0] = [tests, os.path.dirname(tests)]
-from test_offload_inputs import Stack
+from offload_cases import Stack
 import reactivate
 from reactivate import policies
 from reactivate.storage import Disk
