@@ -21,18 +21,18 @@ most, and forgets none. `test_simulated` runs the files of tests that use it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import heapq
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy
 import torch
-from simulated_streams import GARBAGE, Block, Entry, Lane, Mark, Queues, Work, below_everything, locked, roofline
+from simulated_errors import Guard, engine_run_backward, run_backward
+from simulated_memory import CPU, Memory, memory_at, outlived
+from simulated_ops import is_written, leaves_of, map_leaves, run_op, shapes_of, write_to, written_by
+from simulated_streams import GARBAGE, Entry, Lane, Mark, Work, below_everything, roofline
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
@@ -43,7 +43,7 @@ DEVICE = torch.device(NAME, 0)
 aten = torch.ops.aten
 
 
-class Simulator(Queues):
+class Simulator(Memory):
     """The state of the device inside of one `accelerator` context."""
 
     def __init__(self, schedule: str, seed: int, duration: Callable[[Work], float]) -> None:
@@ -52,34 +52,16 @@ class Simulator(Queues):
         self.pinned: dict[int, Tensor] = {}  # by address
         self.local, self.home, self.home_stream = threading.local(), threading.get_ident(), default_stream()
 
-    def freed(self) -> list[int]:
-        found = _releases.take()
-        for address in found:
-            _outlived.pop(address, None)
-        return [address for address in found if address in self.blocks]
-
     def current(self) -> Lane:
         return self.lanes[current_stream().stream_id]
 
     # -- memory
 
-    @locked
-    def allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-        """Return a new tensor on the current stream."""
-        with below_everything():
-            extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride))
-            nbytes = extent * dtype.itemsize
-            flat = _device_tensor(self.new_block(self.current(), nbytes), nbytes)
-            return aten.as_strided.default.redispatch(_CPU, aten.view.dtype(flat, dtype), size, stride)
-
     def resize(self, tensor: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
         """Give a tensor another shape, in memory of its own, without its values."""
         if tensor.shape != torch.Size(size):
-            aten.set_.source_Tensor.redispatch(_CPU, tensor, _empty(size, tensor.dtype, memory_format=memory_format))
+            aten.set_.source_Tensor.redispatch(CPU, tensor, _empty(size, tensor.dtype, memory_format=memory_format))
         return tensor
-
-    def block_of(self, tensor: Tensor) -> Block:
-        return self.blocks[tensor.untyped_storage().data_ptr()]
 
     def alias(self, value: Any) -> Any:
         """Return the CPU tensor in the memory of a device tensor; a CPU tensor as it is now; anything else as it is."""
@@ -108,7 +90,7 @@ class Simulator(Queues):
 
     def call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Queue any other op, with results whose shapes are known without running it."""
-        leaves = list(_leaves((args, kwargs)))
+        leaves = list(leaves_of((args, kwargs)))
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if any(leaf.device.type == "cpu" and leaf.dim() for leaf in inputs) and "index" not in op._schema.name:
             raise RuntimeError(f"{op} expects all tensors on {NAME}, but got one on the CPU.")
@@ -116,21 +98,21 @@ class Simulator(Queues):
         if torch.Tag.nondeterministic_seeded in op.tags:  # in the order of the program, whatever the schedule
             generator = next((leaf for leaf in leaves if isinstance(leaf, torch.Generator)), self.generator)
             seed = int(torch.randint(2**62, (), generator=generator))
-            args, kwargs = _map(lambda leaf: None if isinstance(leaf, torch.Generator) else leaf, (args, kwargs))
+            args, kwargs = map_leaves(lambda leaf: None if isinstance(leaf, torch.Generator) else leaf, (args, kwargs))
         with below_everything():
             results = self.results_of(op, args, kwargs)
-            host_args, host_kwargs = _map(self.alias, (args, kwargs))
-            run = functools.partial(_run, op, host_args, host_kwargs, seed)
+            host_args, host_kwargs = map_leaves(self.alias, (args, kwargs))
+            run = functools.partial(run_op, op, host_args, host_kwargs, seed)
             if results is None:  # only the values tell
                 self.synchronize(self.mark(self.current()))
-                return _map(self.upload, run())
-            targets = [self.alias(leaf) for leaf in _leaves(results)]
-        outputs = [leaf for leaf in _leaves(results) if isinstance(leaf, Tensor)]
+                return map_leaves(self.upload, run())
+            targets = [self.alias(leaf) for leaf in leaves_of(results)]
+        outputs = [leaf for leaf in leaves_of(results) if isinstance(leaf, Tensor)]
         nbytes = sum({id(leaf): leaf.nbytes for leaf in [*inputs, *outputs]}.values())
         count = None if "out" in kwargs else flop_registry.get(op.overloadpacket)
         flops = count(*args, **kwargs, out_val=results) if count else 0
         work = Work(op._schema.name, "compute", nbytes, flops)
-        self.enqueue(self.current(), lambda: _write(targets, list(_leaves(run()))), work)
+        self.enqueue(self.current(), lambda: write_to(targets, list(leaves_of(run()))), work)
         return results
 
     def results_of(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,12 +120,12 @@ class Simulator(Queues):
         returns = op._schema.returns
         if not all("Tensor" in str(one.type) for one in returns):
             return None
-        if not all(map(_is_written, returns)):
-            found = _shapes(op, args, kwargs)
-            return None if found is None else _map(self.new_like, found[0])
-        written = _written(op, args, kwargs)
+        if not all(map(is_written, returns)):
+            found = shapes_of(op, args, kwargs)
+            return None if found is None else map_leaves(self.new_like, found[0])
+        written = written_by(op, args, kwargs)
         if any(one.is_out for one in op._schema.arguments):
-            for out, shape in zip(written, _shapes(op, args, kwargs)[1]):
+            for out, shape in zip(written, shapes_of(op, args, kwargs)[1]):
                 self.resize(out, shape.shape)
         return written[0] if len(returns) == 1 else tuple(written[: len(returns)])
 
@@ -163,85 +145,9 @@ class Simulator(Queues):
 
 # -- torch's side --------------------------------------------------------------------------------------------------------
 
-_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _simulator: Simulator | None = None
 _WHOLE = ("aten::convolution", "aten::convolution_backward")  # torch chooses a kernel inside of them, by the device
 _METADATA = ("aten::set_", "aten::is_set_to")
-
-
-def _run(op: Any, args: Any, kwargs: Any, seed: int | None) -> Any:
-    if seed is None:
-        return op(*args, **kwargs)
-    before = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        return op(*args, **kwargs)
-    finally:
-        torch.default_generator.set_state(before)
-
-
-def _write(targets: list[Any], values: list[Any]) -> None:
-    for target, value in zip(targets, values):
-        if target is not None and target.data_ptr() != value.data_ptr():
-            target.copy_(value)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, dict):
-        yield from _leaves(list(value.values()))
-    else:
-        yield value
-
-
-def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        items = [_map(function, item) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, dict):
-        return {key: _map(function, item) for key, item in value.items()}
-    return function(value)
-
-
-_known_shapes: dict[Any, Any] = {}
-
-
-def _shapes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]] | None:
-    """Return what `op` returns and what it writes to as meta tensors; None if these do not do."""
-
-    def signature(leaf: Any) -> Any:
-        return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)
-
-    key = (op, torch.get_default_dtype(), repr(_map(signature, (args, kwargs))))
-    if key not in _known_shapes:
-        meta_args, meta_kwargs = _map(_to_meta, (args, kwargs))
-        try:
-            results = op(*meta_args, **meta_kwargs)
-        except (NotImplementedError, RuntimeError):
-            _known_shapes[key] = None
-        else:
-            _known_shapes[key] = results, _written(op, meta_args, meta_kwargs)
-    return _known_shapes[key]
-
-
-def _to_meta(leaf: Any) -> Any:
-    if isinstance(leaf, torch.device):
-        return torch.device("meta")
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-
-
-def _is_written(one: Any) -> bool:
-    return one.alias_info is not None and one.alias_info.is_write
-
-
-def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that `op` writes to."""
-    given = dict(zip((one.name for one in op._schema.arguments), args)) | kwargs
-    return [given.get(one.name) for one in op._schema.arguments if _is_written(one)]
 
 
 def _empty(size: Any, dtype: Any = None, *, memory_format: Any = None, **_: Any) -> Tensor:
@@ -290,8 +196,8 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 def _dispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
-    if op._schema.name in _METADATA or any(one.alias_info and not _is_written(one) for one in op._schema.returns):
-        return op.redispatch(_CPU, *args, **kwargs)  # a view: the CPU's looks at no memory
+    if op._schema.name in _METADATA or any(one.alias_info and not is_written(one) for one in op._schema.returns):
+        return op.redispatch(CPU, *args, **kwargs)  # a view: the CPU's looks at no memory
     return _active().call(op, args, kwargs)
 
 
@@ -299,69 +205,6 @@ def _active() -> Simulator:
     if _simulator is None:
         raise RuntimeError("A tensor of the simulated accelerator was used outside of its context.")
     return _simulator
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = [
-        *(("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32)),
-        *(("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)),
-        *(("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.c_void_p), ("offset", ctypes.c_uint64)),
-    ]
-
-
-class _Managed(ctypes.Structure):
-    _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
-
-
-class _Releases:
-    """Notes which storages torch has freed.
-
-    The deleter of each is `time` of the C library, which writes over the first field of its entry in a table. So no Python
-    runs then: an exception may be pending, or another thread may have the interpreter.
-    """
-
-    SIZE = 2**16
-
-    def __init__(self) -> None:
-        self._table = (_Managed * self.SIZE)()
-        words = ctypes.sizeof(_Managed) // 8
-        self._found = numpy.frombuffer(self._table, numpy.int64).reshape(self.SIZE, words)[:, 0]
-        self._given = numpy.zeros(self.SIZE, numpy.int64)
-        self._free = list(range(self.SIZE))  # a heap: so the part that is in use stays small
-        self._end = 0
-
-    def add(self, tensor: _DLTensor) -> int:
-        """Return the address of an entry for a new storage."""
-        index = heapq.heappop(self._free)
-        self._end = max(self._end, index + 1)
-        self._table[index] = _Managed(tensor, None, _TIME)
-        self._given[index] = tensor.data
-        return ctypes.addressof(self._table) + index * ctypes.sizeof(_Managed)
-
-    def take(self) -> list[int]:
-        """Return the addresses of what was freed since the last call."""
-        changed = numpy.flatnonzero(self._found[: self._end] != self._given[: self._end])
-        addresses = [int(self._given[index]) for index in changed]
-        for index in changed.tolist():
-            self._found[index] = self._given[index] = 0
-            heapq.heappush(self._free, index)
-        return addresses
-
-
-_TIME = ctypes.cast(ctypes.CDLL(None).time, ctypes.c_void_p).value
-_releases = _Releases()
-_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
-    ("PyCapsule_New", ctypes.pythonapi)
-)
-_outlived: dict[int, Block] = {}  # of contexts that are over: torch still holds pointers to them
-
-
-def _device_tensor(block: Block, nbytes: int) -> Tensor:
-    """Return the bytes of a block as a tensor on the device: DLPack's name for PrivateUse1 is 12."""
-    shape = (ctypes.c_int64 * 1)(nbytes)
-    tensor = _DLTensor(block.memory.data_ptr(), 12, 0, 1, 1, 8, 1, shape, None, 0)
-    block.shape = shape
-    return torch.utils.dlpack.from_dlpack(_new_capsule(_releases.add(tensor), b"dltensor", None))
 
 
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
@@ -373,40 +216,6 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
 
     def is_built(self) -> bool:
         return True
-
-
-_error = (ctypes.c_void_p * 3)()
-_error_places = tuple(ctypes.cast(ctypes.addressof(_error) + 8 * index, ctypes.c_void_p) for index in range(3))
-_fetch, _normalize = ctypes.pythonapi.PyErr_Fetch, ctypes.pythonapi.PyErr_NormalizeException
-_caught: list[BaseException] = []
-
-
-class _Guard(torch._C._acc.DeviceGuard):
-    """torch asks it for the type of device also while an exception of a hook leaves a backward pass.
-
-    Python ends the process if a function returns with an exception set: this one puts it aside for `_run_backward`.
-    """
-
-    def type_(self) -> Any:
-        _fetch(*_error_places)
-        if _error[0]:
-            _normalize(*_error_places)
-            found = ctypes.cast(_error[1], ctypes.py_object).value
-            _caught.append(found.with_traceback(ctypes.cast(_error[2], ctypes.py_object).value if _error[2] else None))
-        return torch._C._autograd.DeviceType.PrivateUse1
-
-
-_engine_run_backward = torch.autograd._engine_run_backward
-
-
-def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    _caught.clear()
-    try:
-        return _engine_run_backward(*args, **kwargs)
-    except SystemError:
-        if _caught:
-            raise _caught[0] from None
-        raise
 
 
 @contextlib.contextmanager
@@ -424,7 +233,7 @@ def accelerator(
     assert _simulator is None
     _simulator = Simulator(schedule, seed, duration)
     ops, rest = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
-    torch.autograd._engine_run_backward = _run_backward
+    torch.autograd._engine_run_backward = run_backward
     try:
         rest.fallback(_dispatch, "PrivateUse1")
         for name, kernel in _kernels().items():
@@ -433,12 +242,12 @@ def accelerator(
         ops.impl("_pin_memory", lambda tensor, device=None: pin(tensor.clone()), "CPU")
         yield DEVICE
     finally:
-        torch.autograd._engine_run_backward = _engine_run_backward
+        torch.autograd._engine_run_backward = engine_run_backward
         ops._destroy()
         rest._destroy()
         _simulator, ended = None, _simulator
         ended.settle()
-        _outlived.update(ended.blocks)
+        outlived.update(ended.blocks)
 
 
 # -- the device module ---------------------------------------------------------------------------------------------------
@@ -655,7 +464,7 @@ def log() -> list[Entry]:
 
 
 # Before the first backward pass of the process, which starts a thread for each device that it knows; and for good.
-_REGISTERED = _Hooks(), _Guard()
+_REGISTERED = _Hooks(), Guard()
 torch._register_device_module(NAME, sys.modules[__name__])
 torch._C._acc.register_python_privateuseone_hook(_REGISTERED[0])
 torch._C._acc.register_python_privateuseone_device_guard(_REGISTERED[1])
@@ -669,7 +478,7 @@ class cudart:
         pinned = _active().pinned
         if any(start < address + nbytes and address < start + memory.nbytes for start, memory in pinned.items()):
             return 712  # cudaErrorHostMemoryAlreadyRegistered
-        pinned[address] = _memory_at(address, nbytes)
+        pinned[address] = memory_at(address, nbytes)
         return 0
 
     @staticmethod
@@ -677,7 +486,3 @@ class cudart:
         if _simulator is not None:  # whose memory may be let go of after it
             unpin(_simulator.pinned[address])
         return 0
-
-
-def _memory_at(address: int, nbytes: int) -> Tensor:
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
