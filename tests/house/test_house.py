@@ -169,26 +169,11 @@ def test_the_page_of_the_house_is_as_the_house_is() -> None:
 
 
 TESTS = Path(__file__).parents[1]
-LONG = {  # others are to follow: each of these is split as well
-    "collective_cases.py",
-    "simulated.py",
-    "simulated_offload.py",
-    "cli/test_cli.py",
-    "dropin/test_dropin_torch.py",
-    "dropin/test_install.py",
-    "guards/test_rng.py",
-    "inspect/test_explain.py",
-    "policies/test_policies.py",
-    "recipe/test_recipe.py",
-    "report/test_report.py",
-    "storage/test_offload_inputs.py",
-}
 
 
 def test_no_file_is_too_long_to_read() -> None:
     """One object is one file: a limit below the longest of them would make two files that are read as one."""
     for room, count_of_files in ((PACKAGE, 100), (TESTS, 200)):
-        paths = {path for path in room.rglob("*.py") if path not in {TESTS / name for name in LONG}}
-        lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+        lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in room.rglob("*.py")}
         assert len(lines) > count_of_files
         assert not {str(path): count for path, count in lines.items() if count > 500}
