@@ -6,7 +6,7 @@ parent, or one of its parameters, buffers and children is asked for. Torch's fun
 forward runs. They keep their identity, which compilers ask for, and get their own code back when the last one ends.
 
 Compiled code reaches modules by none of these functions. So the function that torch calls when compiled code begins is
-observed too. Code that is not compiled and reaches a module in another way (`self._modules[...]`) is not seen.
+observed too. Code that is not compiled and reaches a module in another way (`self._modules[...]`) is seen when it calls it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from reactivate._torch.private_api import is_missing
 
 
 class Observer(NamedTuple):
-    """Functions that are called while code on a thread is observed.
+    """Functions that are called, on any thread, while code is observed.
 
     Attributes:
         reach: for each module that is reached, perhaps several times.
@@ -38,37 +38,26 @@ class Observer(NamedTuple):
     begin: Callable[[Any], None]
 
 
-class _Observers(threading.local):
-    def __init__(self) -> None:
-        self.open: list[Observer] = []
-
-
-_observers = _Observers()
-_changing = threading.RLock()
-_open_forwards = 0
+_open: list[Observer] = []
 _begun: list[_Observed] = []
+_changing = threading.RLock()
 
 
 def open_reaching(observer: Observer) -> None:
-    """Observe code on this thread from now on."""
-    global _open_forwards
+    """Observe code from now on."""
     with _changing:
-        if not _open_forwards:
-            for observed in (*_OBSERVED, *((_compiled_calls(),) if is_loaded() else ())):
+        if not _open:
+            for observed in (*_OBSERVED, _CALLS, *((_compiled_calls(),) if is_loaded() else ())):
                 _begin(observed)
-        _open_forwards += 1
-    _observers.open.append(observer)
+        _open.append(observer)
 
 
 def close_reaching(observer: Observer) -> None:
     """End what `open_reaching` began."""
-    global _open_forwards
-    _observers.open.remove(observer)
     with _changing:
-        _open_forwards -= 1
-        if not _open_forwards:
-            while _begun:
-                _begun.pop().end()
+        _open.remove(observer)
+        while _begun and not _open:
+            _begun.pop().end()
 
 
 def _begin(observed: _Observed) -> None:
@@ -82,7 +71,7 @@ def sees_all() -> bool:
 
 
 def _tell(module: Module, *args: Any) -> None:
-    for observer in tuple(_observers.open):
+    for observer in tuple(_open):
         observer.reach(module)
 
 
@@ -102,43 +91,50 @@ class _Observed:
     def __init__(
         self, function: Any, tell: Callable[..., None] = _nothing, tell_first: Callable[..., None] = _tell
     ) -> None:
-        self._function = function
+        self.function = function
         self._code, self._keywords = function.__code__, function.__kwdefaults__
         original = FunctionType(
             function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
         original.__kwdefaults__ = function.__kwdefaults__
 
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not _observers.open:
-                return original(*args, **kwargs)
+        def first(*args: Any) -> bool:
+            if is_compiling() or not _open:
+                return False
             tell_first(*args)
-            result = original(*args, **kwargs)
-            tell(result, *args)
-            return result
+            return True
 
-        self._observed = observed
+        self._given = {"_first": first, "_original": original, "_then": tell}
         # Python 3.13 warns where a generator function is given code of another kind.
         kind = _going_through if function.__code__.co_flags & CO_GENERATOR else _observing
         self._telling: CodeType = kind.__code__
 
     def begin(self) -> None:
         """Let the function tell of modules."""
-        self._function.__kwdefaults__ = {"_observed": self._observed}
-        self._function.__code__ = self._telling
+        self.function.__kwdefaults__ = self._given
+        self.function.__code__ = self._telling
 
     def end(self) -> None:
         """Give the function its own code back."""
-        self._function.__code__ = self._code
-        self._function.__kwdefaults__ = self._keywords
+        self.function.__code__ = self._code
+        self.function.__kwdefaults__ = self._keywords
 
 
-def _observing(*args: Any, _observed: Any = None, **kwargs: Any) -> Any:
-    return _observed(*args, **kwargs)
+# With one frame more, not two: a module may call itself until the stack is full.
+def _observing(*args: Any, _first: Any = None, _original: Any = None, _then: Any = None, **kwargs: Any) -> Any:
+    is_told = _first(*args)
+    result = _original(*args, **kwargs)
+    if is_told:
+        _then(result, *args)
+    return result
 
 
-def _going_through(*args: Any, _observed: Any = None, **kwargs: Any) -> Any:
-    yield from _observed(*args, **kwargs)
+def _going_through(*args: Any, _first: Any = None, _original: Any = None, _then: Any = None, **kwargs: Any) -> Any:
+    is_told = _first(*args)
+    result = _original(*args, **kwargs)
+    if is_told:
+        _then(result, *args)
+    yield from result
 
 
 def _tell_of_result(result: Any, *args: Any) -> None:
@@ -153,13 +149,18 @@ def _tell_of_children(result: Any, module: Module, *args: Any) -> None:
 
 
 def _tell_of_all(result: Any, module: Module, *args: Any) -> None:
-    for inner in _tree_of(module):
+    _tell_of_tree(module)
+
+
+def _tell_of_tree(module: Module, *args: Any) -> None:
+    for inner in tree_of(module):
         _tell(inner)
 
 
 def _tell_of_compiled_code(callback: Any) -> None:
-    if callback:  # None and False: nothing is compiled
-        for observer in tuple(_observers.open):
+    if callback is not None:
+        _CALLS.end()  # whose code is compiled
+        for observer in tuple(_open):
             observer.begin(callback)
 
 
@@ -173,7 +174,7 @@ def _compiled_calls() -> _Observed:
     return _Observed(begin_of_compiled_call(), tell_first=_tell_of_compiled_code)
 
 
-def _tree_of(module: Module) -> Iterable[Module]:
+def tree_of(module: Module) -> Iterable[Module]:
     """Return the module and all modules inside of it, past every function that is observed."""
     found: dict[int, Module] = {}
     todo: list[Module | None] = [module]
@@ -191,5 +192,9 @@ _OBSERVED = [
     *(_Observed(kind.__iter__, _tell_of_children) for kind in (ModuleList, Sequential)),
     *(_Observed(way, _tell_of_children) for way in (ModuleDict.items, ModuleDict.values, Module.named_children)),
     _Observed(Module.named_modules, _tell_of_all),
+    *(_Observed(way, tell_first=_tell_of_tree) for way in (Module.state_dict, Module.load_state_dict)),
     _Observed(torch.compile, tell_first=_observe_compiled_calls),  # perhaps the first time
 ]
+_CALLS = _Observed(Module.__call__)
+OBSERVED_FUNCTIONS = frozenset(item.function for item in (*_OBSERVED, _CALLS))
+"""Functions of torch's whose code is ours for a time: to put back what it was would be to observe a recomputation."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from _thread import RLock, get_ident
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +14,7 @@ from torch.nn import Module
 from reactivate._modules.paths import compiled_functions_of
 from reactivate._setting import Rewound
 from reactivate._snapshot.generators import state_of_generator, ways_of
-from reactivate._snapshot.module_access import Observer, close_reaching, open_reaching
+from reactivate._snapshot.module_access import Observer, close_reaching, open_reaching, tree_of
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.rewound_moment import RewoundMoment
 from reactivate._snapshot.trees import LARGE_TREE, Tree, large_roots, tree_at, tree_under
@@ -43,27 +45,40 @@ class ReachedModules:
         self._compiled: dict[int, list[Module]] = {}  # by the ids of the callbacks of their compiled functions
         self._looked_at = 0  # of the modules that are reached, for compiled ones
         self._is_open = True
+        self._thread, self._lock = get_ident(), RLock()
         for root in roots:
             self._reach(root)
         self._observer = Observer(self._reach, self._begin)
         open_reaching(self._observer)
 
     def _reach(self, module: Module) -> None:
-        if id(module) in self._reached or not self._is_open:
+        if id(module) in self._reached or (get_ident() != self._thread and id(module) not in self._ids_inside):
             return
-        todo = [module]
-        while todo:
-            inner = todo.pop()
-            if id(inner) not in self._reached and not self._is_noted_whole(inner):
-                self._reached[id(inner)] = inner
-                self._alone.append(inner)
-                tree, roots = tree_at(inner)
-                todo += roots
-                self._note(tree)
+        with self._lock:
+            todo = [module] if self._is_open else []
+            while todo:
+                inner = todo.pop()
+                if id(inner) not in self._reached and not self._is_noted_whole(inner):
+                    self._reached[id(inner)] = inner
+                    self._alone.append(inner)
+                    tree, roots = tree_at(inner)
+                    todo += roots
+                    self._note(tree)
+
+    @functools.cached_property
+    def _ids_inside(self) -> set[int]:
+        """The ids of the modules inside of those reached so far: what other threads reach beside them is not the region's."""
+        found: set[int] = set()
+        for module in list(self._reached.values()):
+            if id(module) not in found:
+                found.update(map(id, tree_of(module)))
+        return found
 
     def _begin(self, callback: Any) -> None:
         """Note what compiled code may reach: what is inside of the modules whose code it is, else of all reached so far."""
-        if self._is_open:
+        with self._lock:
+            if not self._is_open:
+                return
             reached = list(self._reached.values())
             for module in reached[self._looked_at :]:
                 for function in compiled_functions_of(module):
@@ -103,8 +118,9 @@ class ReachedModules:
     def finish(self) -> None:
         """The forward is over."""
         if self._is_open:
-            self._is_open = False
             close_reaching(self._observer)
+            with self._lock:
+                self._is_open = False
             self._reached, self._alone, self._whole, self._compiled = {}, [], set(), {}
             for moment in self.moments:
                 moment.finish()

@@ -53,6 +53,7 @@ from reactivate._snapshot.kinds import (
     slots_of,
     users_classes,
 )
+from reactivate._snapshot.module_access import OBSERVED_FUNCTIONS
 from reactivate._snapshot.region_calls import handed_out, is_of_call
 from reactivate._snapshot.shadows import is_state
 from reactivate._snapshot.unseen_writes import ReachedCode
@@ -381,7 +382,7 @@ class Walk:
 
     def _function(self, fn: FunctionType, kind: type, place: str, depth: int) -> None:
         self.seen[id(fn)] = fn
-        if self._follows_functions:
+        if self._follows_functions and fn not in OBSERVED_FUNCTIONS:
             self.function(fn, place, depth)
 
     def function(self, fn: FunctionType, place: str, depth: int) -> None:
