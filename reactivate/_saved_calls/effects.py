@@ -140,6 +140,21 @@ def versions_of(tensors: list[Tensor]) -> list[int] | None:
         return None
 
 
+def was_there(region: Any, value: Any) -> bool | None:
+    """Return True for an object or tensor that the region records, False for one that these hold by now, None for others."""
+    moments = [region.moment, *(region.reached.moments if region.reached is not None else ())]
+    for moment in moments:
+        parts = () if moment.parts is None else (*moment.parts.attributes, *moment.parts.entries)
+        if any(value is item for item in (*parts, *(holder.target for holder in moment.holders))):
+            return True
+    for moment in moments:
+        namespaces = () if moment.parts is None else moment.parts.namespaces
+        held = (*map(dict.values, namespaces), *(holder.get() for holder in moment.holders))
+        if any(value is item for items in held for item in items):
+            return False
+    return None
+
+
 # -- what a region records ----------------------------------------------------------------------------------------------
 
 # Each function looks at some state when a call begins, and returns the check for when it returns.

@@ -33,6 +33,7 @@ from reactivate._passes.places import user_frame_inside
 from reactivate._passes.stale import is_of_a_write
 from reactivate._saved_calls.choice import CallDecision, Choice
 from reactivate._saved_calls.collective_writes import watch
+from reactivate._saved_calls.effects import was_there
 from reactivate._saved_calls.functions import mark, versions_in
 from reactivate._saved_calls.log import Log, objects_in
 from reactivate._saved_calls.results import Contents, has_attributes
@@ -60,6 +61,7 @@ _IN_TRANSFORM = "a transform of torch.func inside of the region is around it"
 _IN_FORWARD_MODE = "it runs where forward-mode derivatives are computed, which what is kept would lack"
 _IN_INFERENCE = "it runs in inference mode"
 _OF_INFERENCE = "it returns a tensor that was made in inference mode"
+_OF_STATE = "it returns a parameter, a buffer or another tensor that was there before"
 _OF_SUBCLASS = "it returns a tensor of a subclass without `__torch_dispatch__`, which would come back without its class"
 _IN_MODE = "a dispatch mode inside of the region is around it, which sees its ops"
 _OTHER_HOOKS = "saved-tensor hooks inside of the region are around it, as those of torch.utils.checkpoint are"
@@ -216,9 +218,8 @@ class ForwardLog(Log):
         if isinstance(result, Tensor) and not has_attributes(result):
             leaves, saved_call.contents = [result], None
         else:
-            contents = saved_call.contents = Contents(
-                result, {id(item): index for index, item in enumerate(call.objects)}
-            )
+            given = {id(item): index for index, item in enumerate(call.objects)}
+            contents = saved_call.contents = Contents(result, given, functools.partial(was_there, self.region))
             leaves, contents.leaves = contents.leaves, []  # which have the graph
             saved_call.reason = contents.problem
         computed: list[Tensor] = []
@@ -233,6 +234,8 @@ class ForwardLog(Log):
             index = call.sources.which(leaf)
             if index >= 0:
                 saved_call.outputs.append(index)
+            elif call.decision.is_users and self._was_there(leaf):
+                saved_call.reason = _OF_STATE
             elif call.sources.sharing_memory(leaf) >= 0:
                 saved_call.reason = "its result is a view of an argument"
             else:
@@ -249,6 +252,12 @@ class ForwardLog(Log):
             if self._checks_bits:
                 bits = ((item.tensor, saved_call.label) for item in kept.values() if item.tensor is not None)
                 saved_call.bits = BitsBefore(bits)
+
+    def _was_there(self, leaf: Tensor) -> bool:
+        """Return whether a result is a parameter, a buffer or another tensor that was there before the call."""
+        if leaf.grad_fn is not None:
+            return False
+        return leaf.requires_grad or was_there(self.region, leaf) is not None
 
     def _take_down_saved(self, call: RunningCall, kept: dict[Any, Kept]) -> None:
         sources = call.sources

@@ -43,6 +43,7 @@ class Contents:
     Args:
         result: what a call returned.
         given: the numbers of objects among the arguments, by their ids.
+        was_there: whether an object was there before the call; see `effects.was_there`.
 
     Attributes:
         leaves: the tensors, each once.
@@ -50,15 +51,15 @@ class Contents:
         has_given: whether any of it is an object that the call was given.
     """
 
-    def __init__(self, result: Any, given: Mapping[int, int]) -> None:
+    def __init__(self, result: Any, given: Mapping[int, int], was_there: Callable[[Any], bool | None]) -> None:
         self.leaves: list[Tensor] = []
         self.problem: str | None = None
         self.has_given = False
-        self._given = given
+        self._given, self._was_there = given, was_there
         self._known: dict[int, Build] = {}
         self._alive: list[Any] = []  # so that ids stay their own
         self._build = self._plan(result)
-        del self._given, self._known, self._alive
+        del self._given, self._was_there, self._known, self._alive
 
     def make(self, leaves: Sequence[Any], given: Sequence[Any]) -> Any:
         """Return the result, around other leaves."""
@@ -84,13 +85,19 @@ class Contents:
             return lambda parts: parts.given[place]
         if _is_as_it_is(value, kind):
             return lambda parts: value
+        is_tuple = isinstance(value, (tuple, frozenset))
+        was_there = None if is_tuple else self._was_there(value)
+        if was_there:  # a recomputation puts back what it holds, and calls that change it run again
+            return lambda parts: value
+        if was_there is False:
+            self.problem = f"its result holds a {kind.__name__} that the region had made before"
         self._known[id(value)] = lambda parts: parts.made[number]
         if kind in registered_containers and kind not in COPIED and kind is not tuple:
             children, context = registered_containers[kind].flatten_fn(value)
             self._alive.append(children := list(children))
             unflatten = registered_containers[kind].unflatten_fn
             return self._at_once(number, lambda items: unflatten(items, context), children)
-        if isinstance(value, (tuple, frozenset)):
+        if is_tuple:
             make = tuple if kind is tuple else getattr(kind, "_make", functools.partial(kind.__new__, kind))
             return self._at_once(number, make, [*value])
         if isinstance(value, (list, dict, set, deque)) or is_plain(kind):
