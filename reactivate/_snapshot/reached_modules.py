@@ -48,8 +48,11 @@ class ReachedModules:
         self._thread, self._lock = get_ident(), RLock()
         for root in roots:
             self._reach(root)
-        self._observer = Observer(self._reach, self._begin)
         open_reaching(self._observer)
+
+    @property
+    def _observer(self) -> Observer:
+        return Observer(self._reach, self._begin)  # made anew, and equal: held here, it would be a cycle
 
     def _reach(self, module: Module) -> None:
         if id(module) in self._reached or (get_ident() != self._thread and id(module) not in self._ids_inside):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
+from weakref import ref
 
 import torch
 from journal import Journal
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import reactivate
+from reactivate._snapshot.reached_modules import ReachedModules
 from reactivate._snapshot.trees import LARGE_TREE
 
 WIDTH, STEPS = 4, 4
@@ -157,3 +159,11 @@ def test_models_of_other_threads_do_not_concern_a_region() -> None:
     asked.put(False)
     thread.join()
     assert [*seen][-2:] == [STEPS - 1, STEPS]
+
+
+def test_nothing_is_left_to_the_collector() -> None:
+    reached = ReachedModules([Model(by_name)], bool)
+    reached.finish()
+    reference = ref(reached)
+    del reached
+    assert reference() is None
