@@ -104,7 +104,8 @@ class _Observed:
             tell_first(*args)
             return True
 
-        self._given = {"_first": first, "_original": original, "_then": tell}
+        # With its own, which another thread may need in between.
+        self._given = {**(self._keywords or {}), "_first": first, "_original": original, "_then": tell}
         # Python 3.13 warns where a generator function is given code of another kind.
         kind = _going_through if function.__code__.co_flags & CO_GENERATOR else _observing
         self._telling: CodeType = kind.__code__
