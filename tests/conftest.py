@@ -111,6 +111,14 @@ def forks() -> Iterator[Forks]:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Let torch.compile know nothing of other tests."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
 def samples(request: pytest.FixtureRequest) -> slice:
     """Which samples of a row in torch's tables are taken."""
     return slice(None if request.config.getoption("--all") else 1)

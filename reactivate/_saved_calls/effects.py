@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import copy_context
 from enum import Enum
+from itertools import chain
 from operator import attrgetter, is_
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
@@ -42,7 +43,7 @@ from reactivate._torch.ops import Work, arrived
 from reactivate._xla.fence import fences
 
 LIMIT = 1_000  # of items: a call that is given more is not worth the look
-_VERSION, _REQUIRES_GRAD = attrgetter("_version"), attrgetter("requires_grad")
+_VERSION, _REQUIRES_GRAD, _TARGET = map(attrgetter, ("_version", "requires_grad", "target"))
 _WRITES = "it writes to a tensor that the region reads"
 _TOO_MUCH = f"more than {LIMIT} objects, too many to see whether it changes one"
 _SIZED = (tuple, list, set, frozenset, deque, dict)
@@ -142,17 +143,20 @@ def versions_of(tensors: list[Tensor]) -> list[int] | None:
 
 def was_there(region: Any, value: Any) -> bool | None:
     """Return True for an object or tensor that the region records, False for one that these hold by now, None for others."""
-    moments = [region.moment, *(region.reached.moments if region.reached is not None else ())]
-    for moment in moments:
-        parts = () if moment.parts is None else (*moment.parts.attributes, *moment.parts.entries)
-        if any(value is item for item in (*parts, *(holder.target for holder in moment.holders))):
-            return True
-    for moment in moments:
-        namespaces = () if moment.parts is None else moment.parts.namespaces
-        held = (*map(dict.values, namespaces), *(holder.get() for holder in moment.holders))
-        if any(value is item for items in held for item in items):
-            return False
-    return None
+    moments = [region.moment, *(() if region.reached is None else region.reached.moments)]
+    of_modules = [moment.parts for moment in moments if moment.parts is not None]
+    holders = [holder for moment in moments for holder in moment.holders]
+    is_it = functools.partial(is_, value)
+    recorded = (
+        *(item.attributes for item in of_modules),
+        *(item.entries for item in of_modules),
+        map(_TARGET, holders),
+    )
+    if any(map(is_it, chain.from_iterable(recorded))):
+        return True
+    present = (space.values() for item in of_modules for space in item.namespaces)
+    held = (holder.get() for holder in holders)
+    return False if any(map(is_it, chain.from_iterable(chain(present, held)))) else None
 
 
 # -- what a region records ----------------------------------------------------------------------------------------------

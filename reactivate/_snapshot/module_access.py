@@ -149,10 +149,6 @@ def _tell_of_children(result: Any, module: Module, *args: Any) -> None:
             _tell(child)
 
 
-def _tell_of_all(result: Any, module: Module, *args: Any) -> None:
-    _tell_of_tree(module)
-
-
 def _tell_of_tree(module: Module, *args: Any) -> None:
     for inner in tree_of(module):
         _tell(inner)
@@ -192,8 +188,10 @@ _OBSERVED = [
     *(_Observed(kind.__getitem__, _tell_of_result) for kind in (ModuleList, Sequential, ModuleDict)),
     *(_Observed(kind.__iter__, _tell_of_children) for kind in (ModuleList, Sequential)),
     *(_Observed(way, _tell_of_children) for way in (ModuleDict.items, ModuleDict.values, Module.named_children)),
-    _Observed(Module.named_modules, _tell_of_all),
-    *(_Observed(way, tell_first=_tell_of_tree) for way in (Module.state_dict, Module.load_state_dict)),
+    *(
+        _Observed(way, tell_first=_tell_of_tree)
+        for way in (Module.named_modules, Module.state_dict, Module.load_state_dict)
+    ),
     _Observed(torch.compile, tell_first=_observe_compiled_calls),  # perhaps the first time
 ]
 _CALLS = _Observed(Module.__call__)

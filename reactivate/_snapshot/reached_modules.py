@@ -6,6 +6,7 @@ import functools
 from _thread import RLock, get_ident
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -82,11 +83,10 @@ class ReachedModules:
         with self._lock:
             if not self._is_open:
                 return
-            reached = list(self._reached.values())
-            for module in reached[self._looked_at :]:
+            for module in islice(self._reached.values(), self._looked_at, None):
                 for function in compiled_functions_of(module):
                     self._compiled.setdefault(id(callback_of(function)), []).append(module)
-            self._looked_at = len(reached)
+            self._looked_at = len(self._reached)
             self._note_inside(self._compiled.get(id(callback), self._alone))
 
     def _note_inside(self, modules: Sequence[Module]) -> None:

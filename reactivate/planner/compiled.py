@@ -9,7 +9,6 @@ a run tells.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -20,7 +19,7 @@ from torch.nn import Module
 from reactivate._modules.blocks import blocks_of
 from reactivate._modules.paths import THE_MODEL, is_below, is_compiled_module
 from reactivate._text.words import described
-from reactivate._torch.dynamo import called_through, compiled_call_of, is_wrapped_by_compiler, own_call_of
+from reactivate._torch.dynamo import called_through, compiled_call_of, is_loaded, is_wrapped_by_compiler, own_call_of
 from reactivate.errors import UsageError
 from reactivate.planner.step import BLOCKS
 from reactivate.planner.units import find_units
@@ -61,7 +60,7 @@ def uncompiled() -> AbstractContextManager[Any]:
     The compiler leaves most such code alone by itself, but refuses to where the whole graph was asked for. Nothing is
     compiled before the compiler is imported, which takes a second.
     """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return torch.compiler.set_stance("force_eager") if is_loaded() else nullcontext()
 
 
 class CompiledModules:

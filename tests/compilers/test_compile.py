@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,16 +27,11 @@ from reactivate import Save, Site, policies
 from reactivate._passes.observing import observed_by
 from reactivate.errors import UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 EXACT_BACKENDS = ["eager", "aot_eager"]
 torch_checkpoints_them = hasattr(torch._higher_order_ops.wrap, "_always_prefer_recompute")  # since 2.12
 has_version_switch = hasattr(torch._C._dynamo.eval_frame, "_set_lru_cache")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):

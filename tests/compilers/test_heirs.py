@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,10 @@ import reactivate
 from reactivate._compilers import graph
 from reactivate.policies import first_match, full, save_modules, save_ops, union
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 BLOCKS = 3
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Tags:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import oracle
 import pytest
 import torch
 import torch._dynamo
-from oracle import compare, leaf
+from oracle import compare
 from several import each
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
@@ -23,18 +24,13 @@ from reactivate._snapshot import module_access
 from reactivate._snapshot.trees import LARGE_TREE
 from reactivate._torch.private_api import Missing
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 WIDTH = 4
 STEPS = 3  # the first two are compared, the third is not
 
 Way = Callable[[Tensor], Tensor]
 compiled = functools.partial(torch.compile, backend="eager")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):
@@ -168,13 +164,7 @@ def trained(way: Callable[[Model, Block], None], wrap: Callable[..., Any], place
     model = Model()
     way(model, model.blocks[3])
     call = wrap(model, **options) if place == "module" else wrap(lambda x: model(x), **options)
-    found: list[Any] = []
-    for _ in range(STEPS):
-        x = leaf(5, WIDTH)
-        out = call(x)
-        out.square().sum().backward()
-        found += [out.detach(), x.grad]
-    return [*found, *(parameter.grad for parameter in model.parameters()), *model.state_dict().values()]
+    return oracle.trained(model, call, STEPS)
 
 
 @pytest.mark.parametrize("place", ["module", "function"])

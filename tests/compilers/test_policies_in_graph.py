@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import oracle
@@ -18,6 +18,8 @@ import reactivate
 from reactivate import policies
 from reactivate._torch.dynamo import names_reach_graphs
 from reactivate.errors import UnsupportedError
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 WIDTH = 16
 
@@ -39,13 +41,6 @@ class Block(nn.Module):
 
 def model() -> nn.Module:
     return nn.Sequential(Block(), Block())
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def graphs_of(fn: Callable[..., Any]) -> tuple[Counter[str], Counter[str]]:

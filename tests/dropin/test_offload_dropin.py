@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
 import torch.utils.checkpoint as upstream
+from offload_cases import Shelf
 from oracle import Case, assert_bitwise, assert_same, run
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -27,33 +26,6 @@ SHOWS_RESULTS = "op_output" in inspect.signature(upstream.SelectiveCheckpointCon
 pytestmark = pytest.mark.skipif(not SHOWS_RESULTS, reason="this torch shows policies no results")
 NAMES = ["MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"]
 mm, rand_like = torch.ops.aten.mm.default, torch.ops.aten.rand_like.default
-
-
-class Shelf:
-    """Keep the bits of tensors elsewhere in memory."""
-
-    def __init__(self) -> None:
-        self.taken = self.given = 0
-        self.handles: list[Any] = []
-
-    def save(self, tensor: Tensor) -> Any:
-        self.taken += 1
-        handle = Handle()
-        handle.copy = tensor.detach().clone()
-        self.handles.append(ref(handle))
-        return handle
-
-    def load(self, handle: Any) -> Tensor:
-        self.given += 1
-        return handle.copy.clone()
-
-    def alive(self) -> int:
-        gc.collect()
-        return sum(reference() is not None for reference in self.handles)
-
-
-class Handle:
-    copy: Tensor
 
 
 class Runs(TorchDispatchMode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -204,13 +204,6 @@ def inner(value: Tensor) -> Tensor:
 
 def around(compiled: Function) -> Function:
     return lambda value: compiled(F.linear(value.sin(), WEIGHT).tanh()).exp()
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import oracle
 import torch
-from oracle import compare, leaf
+from oracle import compare
 from saved_call_cases import Reasons
 from several import each
 from torch import Tensor, nn
@@ -122,14 +123,11 @@ def test_a_result_that_was_there_before(use: Any) -> None:
 
     def trained(wrap: Callable[..., Any], **options: Any) -> list[Any]:
         model = Model(use)
-        call = wrap(model, **options)
-        found: list[Any] = []
-        for _ in range(STEPS):
-            x = leaf(5, WIDTH)
-            out = call(x)
-            out.square().sum().backward()
-            found += [out.detach(), x.grad, len(model.items), model.cache.number, len(model.cache.items)]
-        return [*found, *(item.grad for item in model.parameters()), *model.state_dict().values()]
+
+        def counts() -> list[Any]:
+            return [len(model.items), model.cache.number, len(model.cache.items)]
+
+        return oracle.trained(model, wrap(model, **options), STEPS, counts)
 
     options: Any = {"policy": policies.save_names("saved"), "check": "metadata"}
     watched = compare(trained, **options)

@@ -9,6 +9,7 @@ from threading import Thread
 from typing import Any
 from weakref import ref
 
+import oracle
 import torch
 from journal import Journal
 from oracle import compare, leaf
@@ -108,14 +109,7 @@ def write_all_buffers(model: Any, x: Tensor) -> Tensor:
 
 def trained(wrap: Callable[..., Any], kind: type[Model], way: Any, **options: Any) -> list[Any]:
     model = kind(way)
-    call = wrap(model, **options)
-    found: list[Any] = []
-    for _ in range(STEPS):
-        x = leaf(5, WIDTH)
-        out = call(x)
-        out.square().sum().backward()
-        found += [out.detach(), x.grad, model.count.number]
-    return [*found, *(parameter.grad for parameter in model.parameters()), *model.state_dict().values()]
+    return oracle.trained(model, wrap(model, **options), STEPS, lambda: [model.count.number])
 
 
 WAYS = [by_name, from_the_registry, on_another_thread, on_another_thread_from_the_registry, beside_all_parameters]
