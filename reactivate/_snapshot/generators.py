@@ -23,6 +23,7 @@ from reactivate._torch.rng import cpu_generator_memory
 
 _WORDS = 624 * 4  # bytes
 _FIRST_WORDS = 16 * 4
+_ALL = slice(None)
 
 
 class RandomStream(NamedTuple):
@@ -59,16 +60,15 @@ def torch_stream() -> RandomStream:
     if memory is None:
         return RandomStream("torch's CPU generator", generator.get_state, generator.set_state, ask=_torch_state_bytes)
     start = generator._cdata
-    address, size = start + memory.whole[0], memory.whole[1]
-    views = [_view(start + place, count) for place, count in (*memory.seen, memory.spare)]
+    whole, *views = (_view(start + place, count) for place, count in (memory.whole, *memory.seen, memory.spare))
     spare = views.pop()
     (single, _), (double, _) = memory.seen[-2:]
     # One byte for each spare number.
-    are_there = _view(start + single, double - single + 1).cast("B")[:: double - single]
+    are_there = _view(start + single, double - single + 1)[:: double - single]
     return RandomStream(
         "torch's CPU generator",
-        functools.partial(ctypes.string_at, address, size),
-        lambda state: ctypes.memmove(address, state, size),
+        whole.tobytes,
+        functools.partial(whole.__setitem__, _ALL),
         memory=views,
         # Each time torch uses a spare number up, or sets a state without one, it leaves other bytes in its place.
         ask=lambda: any(are_there) and spare.tobytes(),
@@ -92,17 +92,16 @@ def python_stream() -> RandomStream:
     if place is None:
         return RandomStream("Python's random", random.getstate, random.setstate, ask=random.getstate)
     offset, size = place
-    address = id(generator) + offset
+    whole = _view(id(generator) + offset, size)
     ask = functools.partial(getattr, generator, "gauss_next")
 
     def read() -> tuple[bytes, float | None]:
-        return ctypes.string_at(address, size), generator.gauss_next
+        return whole.tobytes(), generator.gauss_next
 
     def write(state: tuple[bytes, float | None]) -> None:
-        ctypes.memmove(address, state[0], size)
-        generator.gauss_next = state[1]
+        whole[:], generator.gauss_next = state
 
-    return RandomStream("Python's random", read, write, memory=[_view(address, _FIRST_WORDS)], ask=ask)
+    return RandomStream("Python's random", read, write, memory=[whole[:_FIRST_WORDS]], ask=ask)
 
 
 @layout("the memory layout of Python's random")
@@ -138,17 +137,15 @@ def numpy_stream() -> RandomStream | None:
     if spare is None or type(bit_generator).__name__ != "MT19937":  # `set_bit_generator` may put another one there
         return public
     generator = module.get_state.__self__
-    words, place = int(bit_generator.ctypes.state_address), id(generator) + spare
-    memory = [_view(words, _FIRST_WORDS), _view(words + _WORDS, 4), _view(place, 16)]
+    words, number = _view(int(bit_generator.ctypes.state_address), _WORDS + 4), _view(id(generator) + spare, 16)
 
     def read_memory(keeps: Any = bit_generator) -> tuple[bytes, bytes]:  # which lives as long as its memory is read
-        return ctypes.string_at(words, _WORDS + 4), ctypes.string_at(place, 16)
+        return words.tobytes(), number.tobytes()
 
     def write_memory(state: tuple[bytes, bytes]) -> None:
-        ctypes.memmove(words, state[0], _WORDS + 4)
-        ctypes.memmove(place, state[1], 16)
+        words[:], number[:] = state
 
-    return RandomStream("NumPy's random", read_memory, write_memory, memory=memory)
+    return RandomStream("NumPy's random", read_memory, write_memory, [words[:_FIRST_WORDS], words[_WORDS:], number])
 
 
 def _comparable(state: Any) -> Any:
@@ -210,4 +207,4 @@ def ways_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
 
 
 def _view(address: int, size: int) -> memoryview:
-    return memoryview((ctypes.c_char * size).from_address(address))
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")

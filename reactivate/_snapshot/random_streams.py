@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from _thread import RLock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from reactivate._snapshot.generators import RandomStream, numpy_stream, python_stream, torch_stream
@@ -17,8 +18,8 @@ from reactivate._torch.flags import ask
 
 _join = b"".join  # copies the bytes of many views in one call
 
-_nothing_else: Callable[[], Any] = [].clear
-"""What to ask of a stream of which memory says all: a call of C that returns None."""
+Seen = tuple[Any, ...]
+"""What a look returns: the bytes of all streams, and what else was asked of them."""
 
 
 class StreamMoment(NamedTuple):
@@ -39,7 +40,7 @@ class RngSnapshot(NamedTuple):
         moments: of each stream.
     """
 
-    seen: list[tuple[bytes, Any]]
+    seen: Seen
     moments: list[StreamMoment]
 
 
@@ -51,7 +52,7 @@ class RandomStreams:
         lacks_numpy: whether NumPy's generator is not among them yet.
     """
 
-    _memory: list[Sequence[memoryview]]
+    _memory: list[memoryview]
     _asks: list[Callable[[], Any]]
     last: RngSnapshot
 
@@ -62,13 +63,23 @@ class RandomStreams:
 
     def _use(self, streams: list[RandomStream]) -> None:
         self._streams = streams
-        self._memory = [stream.memory for stream in streams]
-        self._asks = [stream.ask or _nothing_else for stream in streams]
-        self.last = RngSnapshot([], [_NOT_SEEN] * len(streams))  # what no look returns
+        self._memory = [view for stream in streams for view in stream.memory]
+        self._sizes = [sum(view.nbytes for view in stream.memory) for stream in streams]
+        self._asks = [stream.ask for stream in streams if stream.ask is not None]
+        self.last = RngSnapshot((), [_NOT_SEEN] * len(streams))  # what no look returns
 
-    def look(self) -> list[tuple[bytes, Any]]:
-        """Return of each stream what differs after a draw."""
-        return [*zip(map(_join, self._memory), map(ask, self._asks))]
+    def look(self) -> Seen:
+        """Return what differs after a draw from any of them."""
+        return _join(self._memory), *map(ask, self._asks)
+
+    def _parts(self, seen: Seen) -> list[tuple[bytes, Any]]:
+        """Return what of this is of each stream."""
+        memory, *asked = seen
+        rest, ends = iter(asked), accumulate(self._sizes)
+        rows = zip(self._streams, self._sizes, ends)
+        return [
+            (memory[end - size : end], None if stream.ask is None else next(rest, None)) for stream, size, end in rows
+        ]
 
     def now(self) -> RngSnapshot:
         """Return the current snapshot: the last one, as long as nothing was drawn."""
@@ -83,21 +94,21 @@ class RandomStreams:
                 known = [*last.moments, _NOT_SEEN]  # by a snapshot from before NumPy was imported one is missing
                 moments = [
                     moment if moment.seen == part else StreamMoment(part, stream.read())
-                    for stream, moment, part in zip(self._streams, known, seen)
+                    for stream, moment, part in zip(self._streams, known, self._parts(seen))
                 ]
                 before, seen = seen, self.look()
                 if before == seen:  # otherwise another thread has drawn meanwhile
                     last = self.last = RngSnapshot(seen, moments)
             return last
 
-    def rewind(self, snapshot: RngSnapshot, seen: list[tuple[bytes, Any]] | None = None) -> None:
+    def rewind(self, snapshot: RngSnapshot, seen: Seen | None = None) -> None:
         """Set the streams to a snapshot, which is the current one from here on.
 
         Args:
             snapshot: the snapshot.
             seen: what is seen of them now, if that is known.
         """
-        for stream, moment, part in zip(self._streams, snapshot.moments, seen or self.look()):
+        for stream, moment, part in zip(self._streams, snapshot.moments, self._parts(seen or self.look())):
             if moment.seen != part:
                 stream.write(moment.state)
         self.last = snapshot

@@ -7,7 +7,7 @@ whatever wrote to them, and however, they are compared.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from ctypes import c_char, memmove, string_at
+from ctypes import c_char, memmove
 from operator import attrgetter
 from struct import Struct
 from types import MappingProxyType
@@ -141,13 +141,14 @@ class SmallCopy:
         self.places = last
         if is_kept:
             self.kept = kept = UntypedStorage(len(content))
-            memmove(kept.data_ptr(), content, len(content))
+            self._bytes_kept = (c_char * len(content)).from_address(kept.data_ptr())
+            self._bytes_kept.raw = content
         else:
             self._content = content
 
     def content(self) -> bytes:
         """Return the elements of the tensors, behind each other."""
-        return self._content if self.kept is None else string_at(self.kept.data_ptr(), self.kept.nbytes())
+        return self._content if self.kept is None else self._bytes_kept.raw
 
     def are(self, others: SmallCopy) -> bool:
         """Return whether this is what the same tensors hold in `others`, in the same places."""
