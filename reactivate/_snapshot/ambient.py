@@ -6,13 +6,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import filterfalse
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from reactivate._backends import accelerator, current_place
 from reactivate._snapshot.kinds import is_of_torch, package_of
-from reactivate._torch.flags import FLAGS, ask, is_any_autocast_enabled, leave_autocast
+from reactivate._torch.flags import FLAGS, GUARDED, FlagsGuard, ask, is_any_autocast_enabled, leave_autocast
 from reactivate._torch.modes import (
     dispatch_modes,
     function_modes,
@@ -28,9 +29,11 @@ _SETTINGS = (
     *(torch.autocast_increment_nesting, torch.autocast_decrement_nesting),  # the second: how many contexts are open
     *(is_function_mode_active, is_dispatch_mode_active, is_any_autocast_enabled),
 )
-"""Each is a call of C where torch has the private names. (`GlobalStateGuard` of torch's dynamo stands for six of them, of the
-flags of a CPU, and costs as much as these six.)"""
 READERS = (*_SETTINGS, current_place)
+_GUARDED = {flag.read for flag in FLAGS if flag.name in GUARDED} | {is_any_autocast_enabled}.intersection(GUARDED)
+_beside_guard = itemgetter(*(index for index, read in enumerate(READERS) if read not in _GUARDED))
+_BESIDE_GUARD = _beside_guard(READERS)
+"""What is asked beside torch's guard of many flags: where a model has just run, each of these calls costs a microsecond."""
 
 _NESTING = len(FLAGS) + 1
 _ASK_FOR_MORE = slice(-4, -1)  # of the readers: those that say whether there is more to read than they do
@@ -50,43 +53,45 @@ _recomputing = _Recomputing()  # of the thread, since each recomputation runs am
 
 
 class AmbientState:
-    """Settings around a call.
+    """Settings around the calling code.
 
     As a context: a recomputation that changes no settings, unless it stops between two lines of which one puts back what the
     other set.
 
-    Args:
-        values: what `READERS` say.
-
     Attributes:
+        values: what `READERS` say.
         rest: modes and autocast, None without any, as mostly.
     """
 
-    __slots__ = ("rest", "values")
+    __slots__ = ("_beside_guard", "_is_guard_held", "rest", "values")
 
-    def __init__(self, values: list[Any]) -> None:
-        self.values = values
-        self.rest = _Rest.read(values)
+    def __init__(self) -> None:
+        # Before the values: what another thread sets in between is seen as a difference.
+        self._is_guard_held = FlagsGuard().check
+        self.values = list(map(ask, READERS))
+        self._beside_guard = list(_beside_guard(self.values))
+        self.rest = _Rest.read(self.values)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AmbientState) and self.values == other.values and self.rest == other.rest
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def is_same(self, values: list[Any]) -> bool:
-        """Return whether these are the settings now, of which `READERS` say `values`."""
-        return self.values == values and (self.rest is None or self.rest == _Rest.read(values))
+    def is_set(self) -> bool:
+        """Return whether these are the settings around the calling code."""
+        if self._is_guard_held() and list(map(ask, _BESIDE_GUARD)) == self._beside_guard:
+            return self.rest is None or self.rest == _Rest.read(self.values)
+        # The guard compares more than what counts here, such as whether gradients are on.
+        values = list(map(ask, READERS))
+        return values == self.values and (self.rest is None or self.rest == _Rest.read(values))
 
     def rewound(self) -> AbstractContextManager[Any]:
         """Return a context in which everything is set as here."""
         # Under autocast there is always something to do: see `_autocast`.
-        if self.is_same(list(map(ask, READERS))) and (self.rest is None or self.rest.autocast is None):
+        if self.is_set() and (self.rest is None or self.rest.autocast is None):
             return self
         return _as_it_was(self.values, self.rest or _NO_REST)
 
     __enter__ = object.__hash__  # nothing is to be done, and not in Python
 
     def __exit__(self, *error: object) -> None:
+        if self._is_guard_held() and list(map(ask, _BESIDE_GUARD)) == self._beside_guard:
+            return
         if list(map(ask, _SETTINGS)) != self.values[:-1]:
             self._put_back()
 
@@ -126,7 +131,7 @@ _NO_REST = _Rest((), (), None)
 def _as_it_was(values: list[Any], rest: _Rest) -> Iterator[None]:
     modes, backend, place = (dispatch_modes(), function_modes()), accelerator(), values[-1]
     at_place = nullcontext() if backend is None or place is None else backend.at_place(place)
-    with AmbientState(list(map(ask, READERS))):
+    with AmbientState():
         _write_flags(values)
         with _autocast(rest.autocast, values[_NESTING]), at_place:
             replace_dispatch_modes((*filterfalse(_is_users, modes[0]), *rest.dispatch_modes))

@@ -35,6 +35,8 @@ class RandomStream(NamedTuple):
         write: (state) -> None.
         memory: views of bytes that differ after a draw.
         ask: () -> what else differs after a draw; None if nothing does.
+        spare: a view of numbers that count if one of the first two bytes of `memory` is not 0. In the place of one that is
+            used up, or of none in a state that is set, torch leaves any bytes.
         for_reports: () -> the state for comparisons, where two reads of equal states may differ.
     """
 
@@ -43,6 +45,7 @@ class RandomStream(NamedTuple):
     write: Callable[[Any], Any]
     memory: Sequence[memoryview] = ()
     ask: Callable[[], Any] | None = None
+    spare: memoryview | None = None
     for_reports: Callable[[], Any] | None = None
 
     def told(self) -> Any:
@@ -60,19 +63,11 @@ def torch_stream() -> RandomStream:
     if memory is None:
         return RandomStream("torch's CPU generator", generator.get_state, generator.set_state, ask=_torch_state_bytes)
     start = generator._cdata
-    whole, *views = (_view(start + place, count) for place, count in (memory.whole, *memory.seen, memory.spare))
-    spare = views.pop()
-    (single, _), (double, _) = memory.seen[-2:]
-    # One byte for each spare number.
-    are_there = _view(start + single, double - single + 1)[:: double - single]
+    whole, spare, *views = (_view(start + at, size) for at, size in (memory.whole, memory.spare, *memory.seen))
+    write = functools.partial(whole.__setitem__, _ALL)
+    # For reports the public bytes: in memory there are padding, and a spare number that is used up.
     return RandomStream(
-        "torch's CPU generator",
-        whole.tobytes,
-        functools.partial(whole.__setitem__, _ALL),
-        memory=views,
-        # Each time torch uses a spare number up, or sets a state without one, it leaves other bytes in its place.
-        ask=lambda: any(are_there) and spare.tobytes(),
-        for_reports=_torch_state_bytes,  # in memory there are padding and a spare number that is used up
+        "torch's CPU generator", whole.tobytes, write, views, spare=spare, for_reports=_torch_state_bytes
     )
 
 

@@ -14,22 +14,23 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from reactivate._snapshot.generators import RandomStream, numpy_stream, python_stream, torch_stream
-from reactivate._torch.flags import ask
 
 _join = b"".join  # copies the bytes of many views in one call
 
-Seen = tuple[Any, ...]
-"""What a look returns: the bytes of all streams, and what else was asked of them."""
+Seen = tuple[bytes, Any]
+"""What was seen of one stream or of all: bytes of memory, and what else was asked."""
+_NOTHING_SEEN: Seen = (b"", ...)  # what no look returns
+_NO_SPARE = b"\0\0"
 
 
 class StreamMoment(NamedTuple):
     """One stream at one moment: what was seen of it, its memory and the rest, and the state that `write` takes."""
 
-    seen: tuple[bytes, Any]
+    seen: Seen
     state: Any
 
 
-_NOT_SEEN = StreamMoment((b"", ...), None)
+_NOT_SEEN = StreamMoment(_NOTHING_SEEN, None)
 
 
 class RngSnapshot(NamedTuple):
@@ -53,7 +54,7 @@ class RandomStreams:
     """
 
     _memory: list[memoryview]
-    _asks: list[Callable[[], Any]]
+    _ask: Callable[[], Any]
     last: RngSnapshot
 
     def __init__(self) -> None:
@@ -64,22 +65,30 @@ class RandomStreams:
     def _use(self, streams: list[RandomStream]) -> None:
         self._streams = streams
         self._memory = [view for stream in streams for view in stream.memory]
+        self._spare = streams[0].spare
         self._sizes = [sum(view.nbytes for view in stream.memory) for stream in streams]
-        self._asks = [stream.ask for stream in streams if stream.ask is not None]
-        self.last = RngSnapshot((), [_NOT_SEEN] * len(streams))  # what no look returns
+        asks = [stream.ask for stream in streams if stream.ask is not None]
+        self._ask = asks[0] if len(asks) == 1 else (lambda: [ask() for ask in asks])  # as mostly: Python's alone
+        self.last = RngSnapshot(_NOTHING_SEEN, [_NOT_SEEN] * len(streams))
 
     def look(self) -> Seen:
         """Return what differs after a draw from any of them."""
-        return _join(self._memory), *map(ask, self._asks)
+        # In few lines, and without calls for a single stream: this is what costs most where a model has used the caches.
+        memory = _join(self._memory)
+        if memory[:2] != _NO_SPARE and self._spare is not None:
+            memory += self._spare
+        return memory, self._ask()
 
-    def _parts(self, seen: Seen) -> list[tuple[bytes, Any]]:
+    def _parts(self, seen: Seen) -> list[Seen]:
         """Return what of this is of each stream."""
-        memory, *asked = seen
-        rest, ends = iter(asked), accumulate(self._sizes)
+        memory, asked = seen
+        rest, ends = iter(asked if type(asked) is list else [asked]), list(accumulate(self._sizes))
         rows = zip(self._streams, self._sizes, ends)
-        return [
+        parts = [
             (memory[end - size : end], None if stream.ask is None else next(rest, None)) for stream, size, end in rows
         ]
+        parts[0] = parts[0][0] + memory[ends[-1] :], parts[0][1]  # a spare number, behind the others
+        return parts
 
     def now(self) -> RngSnapshot:
         """Return the current snapshot: the last one, as long as nothing was drawn."""

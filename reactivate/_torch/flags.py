@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import operator
 import warnings
 from collections.abc import Callable
@@ -260,6 +261,38 @@ is_any_autocast_enabled: Callable[[], bool] = resolve_private(
     "torch._C._is_any_autocast_enabled",
     probe=lambda ask: ask() in (True, False),
     public=lambda: any(map(torch.is_autocast_enabled, {"cpu", getattr(accelerator_device(), "type", "cpu")})),
+)
+
+_GUARDED = {
+    "default_dtype": ["default dtype"],
+    "deterministic_algorithms": ["deterministic"],
+    "deterministic_algorithms_warn_only": ["deterministic, warn only"],
+    "autocast_state": ["autocast cache", is_any_autocast_enabled],  # the dtype only where it is on
+    "num_threads": ["threads"],
+    "torch_function": ["functions of subclasses"],
+    "torch_function_all_disabled": ["no functions"],
+}
+"""By what torch's guard calls them: the flags that it compares, and the question for what devices autocast is on."""
+
+
+class NoGuard:
+    """What stands for a guard that compares nothing."""
+
+    def check(self) -> bool:
+        return True
+
+
+FlagsGuard: Callable[[], Any] = resolve_private(
+    "comparing many flags in one call",
+    "torch._C._dynamo.guards.GlobalStateGuard",
+    probe=lambda guard: guard().check() and isinstance(json.loads(guard().__getstate__()), dict),
+    public=NoGuard,
+)
+"""Make an object whose `check()` returns whether the flags in `GUARDED`, and some more, are what they are now."""
+GUARDED = frozenset(
+    flag
+    for name in ({} if FlagsGuard is NoGuard else json.loads(FlagsGuard().__getstate__()))
+    for flag in _GUARDED.get(name, ())
 )
 
 

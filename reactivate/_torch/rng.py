@@ -46,8 +46,8 @@ class GeneratorMemory(NamedTuple):
     """The places in which torch's generator of the CPU keeps its state.
 
     Attributes:
-        seen: what differs after a draw, without padding: its seed and how many words are left; its index and its first words;
-            whether there is a spare normal number, one byte for single precision and one for double.
+        seen: what differs after a draw, without padding: whether there is a spare normal number, one byte for single
+            precision and one for double; its seed and how many words are left; its index and its first words.
         spare: both numbers, and what is between them; any bytes in the place of one that is not there.
         whole: all of it.
     """
@@ -75,7 +75,7 @@ def cpu_generator_memory() -> GeneratorMemory | None:
         return None
     # 4 bytes of padding; a float: 4, whether it is there: 1 and 3 of padding; a double: 8, whether it is there: 1.
     numbers = words + 624 * 4
-    seen = (offset, 13), (words - 4, 4 + head), (numbers + 8, 1), (numbers + 20, 1)
+    seen = (numbers + 8, 1), (numbers + 20, 1), (offset, 13), (words - 4, 4 + head)
     memory = GeneratorMemory(seen, (numbers + 4, 16), (offset, numbers + 24 - offset))
 
     def look() -> list[bytes]:
@@ -85,13 +85,13 @@ def cpu_generator_memory() -> GeneratorMemory | None:
     for draw in (torch.rand, torch.randn, torch.randn):  # the second normal number is the spare of the first
         draw(1, generator=generator, device="cpu")
         looks.append(look())
-    is_seen = len({(left, index) for left, index, *_ in looks}) == 3
-    is_seen = is_seen and b"".join(is_double for _, _, _, is_double, _ in looks) == b"\0\0\1\0"
+    is_seen = len({(left, index) for *_, left, index, _ in looks}) == 3
+    is_seen = is_seen and b"".join(is_double for _, is_double, *_ in looks) == b"\0\0\1\0"
     spare_float = [*struct.pack("<f?3x", 1.5, True)]  # which no op leaves behind by itself
     state = generator.get_state()
     state[-8:] = torch.tensor(spare_float, dtype=torch.uint8)
     generator.set_state(state)
-    is_seen = is_seen and look()[2:4] == [b"\1", b"\0"] and look()[4].startswith(struct.pack("<f", 1.5))
+    is_seen = is_seen and look()[:2] == [b"\1", b"\0"] and look()[4].startswith(struct.pack("<f", 1.5))
     ctypes.memmove(other._cdata + offset, generator._cdata + offset, memory.whole[1])
     is_copied = torch.equal(other.get_state(), generator.get_state()) and all(
         torch.equal(*(torch.randn(number, generator=item, device="cpu") for item in (generator, other)))

@@ -10,8 +10,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from reactivate._snapshot.ambient import READERS, AmbientState
-from reactivate._torch.flags import ask
+from reactivate._snapshot.ambient import AmbientState
 from reactivate._types import Call, Guard
 
 
@@ -22,14 +21,13 @@ class Ambient(Guard):
     _last: AmbientState | None = None
 
     def before(self, call: Call) -> AmbientState:
-        values, last = list(map(ask, READERS)), self._last
-        if last is not None and values == last.values and (last.rest is None or last.is_same(values)):
+        last = self._last
+        if last is not None and last.is_set():
             return last  # many regions share it
-        settings = AmbientState(values)
+        settings = AmbientState()
         if settings.rest is None or not (settings.rest.function_modes or settings.rest.dispatch_modes):
             self._last = settings  # a mode must not be held, and is compared as it likes
         return settings
 
     def recompute(self, snapshot: AmbientState) -> AbstractContextManager[Any]:
-        is_set = snapshot.rest is None and list(map(ask, READERS)) == snapshot.values
-        return snapshot if is_set else snapshot.rewound()
+        return snapshot.rewound()

@@ -179,7 +179,7 @@ def test_a_spare_number_that_is_another_one_is_seen() -> None:
         return STREAMS.now().seen
 
     one, other = (after(*order) for order in (((torch.rand, 2), (torch.randn, 1)), ((torch.randn, 1), (torch.rand, 2))))
-    assert one[0][0] == other[0][0]
+    assert one[0][:-16] == other[0][:-16]
     assert one != other
 
 

@@ -74,7 +74,7 @@ def a_random_state_that_a_program_takes_is_told() -> None:
 def the_memory_of_the_cpus_generator_is_found() -> None:
     memory = room.cpu_generator_memory()
     assert isinstance(memory, room.GeneratorMemory)
-    assert [size for _, size in (*memory.seen, memory.spare, memory.whole)] == [13, 68, 1, 1, 16, 2540]
+    assert [size for _, size in (*memory.seen, memory.spare, memory.whole)] == [1, 1, 13, 68, 16, 2540]
 
 
 @needs("accelerator_device")
@@ -123,3 +123,15 @@ def autocast_is_noticed() -> None:
     assert not room.is_any_autocast_enabled()
     with torch.autocast("cpu"):
         assert room.is_any_autocast_enabled()
+
+
+@needs("FlagsGuard", "GUARDED", "NoGuard")
+def a_guard_compares_many_flags() -> None:
+    """Each flag: `test_each_flag_is_seen_when_it_changes`."""
+    assert room.NoGuard().check() is True
+    assert {"default dtype", "deterministic", "threads", room.is_any_autocast_enabled} <= room.GUARDED
+    guard = room.FlagsGuard()
+    assert guard.check() is True
+    with torch.autocast("cpu"):
+        assert guard.check() is False
+    assert guard.check() is True

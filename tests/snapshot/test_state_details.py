@@ -6,6 +6,7 @@ import collections
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from oracle import assert_bitwise
 from state_programs import Program, Programs, Wrap, backward, curve, gradients, leaf
@@ -14,13 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 import reactivate
 from reactivate import guards
-from reactivate._snapshot.ambient import READERS, AmbientState
+from reactivate._snapshot.ambient import AmbientState
 from reactivate._snapshot.holders import SlotsHolder
 from reactivate._snapshot.kinds import is_users_class, slots_of
 from reactivate._snapshot.region_calls import RegionCall, is_of_call
 from reactivate._snapshot.tensor_states import TensorStates
 from reactivate._snapshot.trees import _leads_nowhere
-from reactivate._torch.flags import ask
+from reactivate._torch.flags import FLAGS, Flag
 from reactivate.guards.ambient import Ambient
 
 PROGRAMS = Programs()
@@ -186,16 +187,29 @@ def test_a_class_without_the_name_of_its_module() -> None:
 
 
 def test_settings_are_the_same_with_the_same_autocast_only() -> None:
-    def now() -> list[Any]:
-        return [ask(read) for read in READERS]
-
-    plain = AmbientState(now())
+    plain = AmbientState()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        state = AmbientState(now())
-        assert state.is_same(now())
+        state = AmbientState()
+        assert state.is_set()
     with torch.autocast("cpu", dtype=torch.float16):
-        assert not state.is_same(now())
-    assert plain.is_same(now()) and not state.is_same(now())
+        assert not state.is_set()
+    assert plain.is_set() and not state.is_set()
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_each_flag_is_seen_when_it_changes(flag: Flag) -> None:
+    """Many are compared in one call of torch's guard."""
+    state, before = AmbientState(), flag.read()
+    others = (
+        {"ieee", "tf32"} if before in ("none", "ieee", "tf32") else {not before, 2, 3, torch.float64, torch.float16}
+    )
+    other = next(item for item in others if type(item) is type(before) and item != before)
+    try:
+        flag.write(other)
+        assert flag.read() == other and not state.is_set()
+    finally:
+        flag.write(before)
+    assert state.is_set()
 
 
 class Mode(TorchFunctionMode):
