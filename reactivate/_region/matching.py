@@ -128,8 +128,7 @@ class Matching:
         self.index = index + 1
         if index == self.last:
             self.end = -1
-            if not self._may_be_filling(tensor):
-                self._stop_if_possible()
+            self._stop_unless_filling(tensor)
         elif not has_graph:
             self.without_graph = next_node_number()
         return value
@@ -157,8 +156,8 @@ class Matching:
         """Return the saved-tensor hooks of the user's around the region."""
         return self.region.users_hooks
 
-    def _may_be_filling(self, tensor: Tensor) -> bool:
-        """Return whether the op that saves `tensor` may yet write to what it has saved.
+    def _stop_unless_filling(self, tensor: Tensor) -> None:
+        """End the function, unless the op that saves `tensor` may yet write to what it has saved.
 
         An op may fill a tensor that is no part of the graph after it had it saved, as rrelu does with its noise. All that
         is saved before the next node of autograd's is made may be of one op.
@@ -166,7 +165,8 @@ class Matching:
         number = next_node_number()
         if not tensor.requires_grad:
             self.without_graph = number
-        return self.without_graph == number
+        if self.without_graph != number and self.stops and is_outside_of_functions():
+            raise RecomputationComplete
 
     def _outlasting(self, value: Tensor, present: int, saved_version: int) -> tuple[Tensor, int]:
         """Return what the backward gets of a tensor whose memory may be put back when the recomputation is over.
@@ -279,7 +279,7 @@ class Matching:
         """
         # What counts is what was said here: TorchScript's interpreter makes errors of its own of ours.
         is_ours = isinstance(error, (Exception, RecomputationComplete))
-        if is_ours and self.refused is None and self.is_complete and may_stop:
+        if is_ours and self.refused is None and self.end < 0 and may_stop:
             return True
         close_checkpoints_within(error)
         if is_ours and self.refused is not None:
@@ -335,8 +335,7 @@ class Matching:
         # Without early stop a backward inside the forward recomputes more than the forward has saved by then.
         # And a function that swallows `RecomputationComplete` goes on, with nothing that is needed.
         if self.is_complete:
-            if not self._may_be_filling(tensor):
-                self._stop_if_possible()
+            self._stop_unless_filling(tensor)
         elif not self.region.is_in_forward:
             raise self._refuse(errors_text.more_tensors(self.region, tensor, _getframe(1)))
         return self._detach(tensor)

@@ -115,7 +115,8 @@ def _recompute(region: Region, behind: FencedRecomputation | None = None) -> Non
         set_grad_enabled(True)
         if is_batched():
             _enter(unbatched(), entered)
-        hide_graphs(region)
+        if region.inputs or region.moment.states.tensors or region.reached is not None:
+            hide_graphs(region)
         if behind is None:
             args, kwargs = _arguments(region, memo)
             _enter_state_of_forward(region, memo, lock, entered)
@@ -156,9 +157,10 @@ def _arguments(region: Region, memo: Memo) -> tuple[list[Any], dict[str, Any]]:
         memo: what stands for some of the arguments.
     """
     try:
-        for key, spec in region.replaced.items():
-            if key not in memo:
-                memo[key] = rebuild(spec, {})
+        if region.replaced:
+            for key, spec in region.replaced.items():
+                if key not in memo:
+                    memo[key] = rebuild(spec, {})
         args = list(map(rebuild, region.args, repeat(memo)))
         kwargs = {name: rebuild(spec, memo) for name, spec in region.kwargs.items()} if region.kwargs else {}
         for holder in region.cells:

@@ -72,6 +72,11 @@ class AmbientState:
         self._beside_guard = list(_beside_guard(self.values))
         self.rest = _Rest.read(self.values)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AmbientState) and self.values == other.values and self.rest == other.rest
+
+    __hash__ = None  # type: ignore[assignment]
+
     def is_set(self) -> bool:
         """Return whether these are the settings around the calling code."""
         if self._is_guard_held() and list(map(ask, _BESIDE_GUARD)) == self._beside_guard:

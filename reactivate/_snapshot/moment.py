@@ -6,7 +6,7 @@ Random streams and settings are kept elsewhere. The contents are read again only
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, filterfalse, repeat
+from itertools import chain, filterfalse
 from operator import attrgetter, is_, itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -338,12 +338,10 @@ class Moment:
 
 
 def _versions_of(gradients: Sequence[Tensor | None]) -> list[int | None]:
-    if all(map(is_, gradients, repeat(None))):
-        return []
-    try:
-        return list(map(version_of, gradients))
-    except AttributeError:  # some have none
-        return [None if item is None else item._version for item in gradients]
+    for gradient in gradients:
+        if gradient is not None:
+            return [None if item is None else item._version for item in gradients]
+    return []  # as mostly
 
 
 def _has_no_version(tensor: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -169,10 +169,9 @@ class RewoundMoment:
     def _put_back_what_tensors_have(self) -> None:
         """Put back the hooks on tensors, and the gradients that have been cleared: others may have been added to since."""
         put_hooks_on(self._hooked, self._tensor_hooks)
-        if not all(map(is_, map(_GRADIENT, self._leaves), self._graded)):
-            for leaf, gradient in zip(self._leaves, self._graded):
-                if leaf.grad is None:
-                    leaf.grad = gradient
+        for leaf, gradient in zip(self._leaves, self._graded):
+            if gradient is not None and leaf.grad is None:
+                leaf.grad = gradient
 
     def _put_back_contents(self) -> None:
         moment = self._moment

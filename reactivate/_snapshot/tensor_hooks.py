@@ -20,9 +20,16 @@ _NONE: tuple[dict[int, Any], ...] = ({}, {})
 
 def hooks_on(tensors: Sequence[Tensor]) -> Hooks:
     """Copy the hooks on tensors: () if there are none, as mostly."""
-    if any(map(any, map(_HOOKS, tensors))):
-        return [tuple({} if item is None else dict(_items(item)) for item in pair) for pair in map(_HOOKS, tensors)]
-    return ()
+    if not _are_any(tensors):
+        return ()
+    return [tuple({} if item is None else dict(_items(item)) for item in pair) for pair in map(_HOOKS, tensors)]
+
+
+def _are_any(tensors: Sequence[Tensor]) -> bool:
+    for tensor in tensors:  # noqa: SIM110  in half the time of `any`
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            return True
+    return False
 
 
 def are_same_hooks(hooks: Hooks, others: Hooks) -> bool:
@@ -34,7 +41,7 @@ def are_same_hooks(hooks: Hooks, others: Hooks) -> bool:
 
 def put_hooks_on(tensors: Sequence[Tensor], hooks: Hooks) -> None:
     """Let the tensors have these hooks, and no others."""
-    if not (hooks or any(map(any, map(_HOOKS, tensors)))):
+    if not hooks and not _are_any(tensors):
         return
     for tensor, pair in zip(tensors, _endless(hooks)):
         now, wanted = _HOOKS(tensor), pair[0]
