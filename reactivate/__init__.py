@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from reactivate._inspect.verify import verify
     from reactivate._model.apply import apply
     from reactivate._model.handle import Handle
-    from reactivate._passes.current import current_region, is_recomputing
+    from reactivate._passes.current import current_region
+    from reactivate._passes.recomputing import is_recomputing
     from reactivate._region.sharing import shared_recompute
     from reactivate._site import site
     from reactivate._types import Recompute, Save, Site
@@ -62,7 +63,7 @@ _MODULES = {
     "compare": "_inspect.explain",
     "current_region": "_passes.current",
     "explain": "_inspect.explain",
-    "is_recomputing": "_passes.current",
+    "is_recomputing": "_passes.recomputing",
     "plan": "planner.api",
     "retry_on_oom": "planner.memory_guard",
     "shared_recompute": "_region.sharing",

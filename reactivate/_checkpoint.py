@@ -19,6 +19,7 @@ from reactivate._options import DEFAULT_OPTIONS, CheckMode, make_options, with_p
 from reactivate._region.options import Options
 from reactivate._region.run import runner_of
 from reactivate._run import run_region
+from reactivate._snapshot.kinds import asked_for
 from reactivate._text.words import counted, described, did_you_mean, name_of
 from reactivate._types import DEVICE, Guard, Policy, Storage
 from reactivate.errors import UsageError
@@ -231,8 +232,8 @@ class CheckpointedFunction(functools.partial[Any]):
 
 def _is_found_by_name(fn: Any) -> bool:
     """Return whether `fn` has taken the place of the function that it wraps, as a decorator does."""
-    found: Any = sys.modules.get(getattr(fn, "__module__", ""))
-    for name in getattr(fn, "__qualname__", "").split("."):
+    found: Any = sys.modules.get(asked_for(fn, "__module__") or "")
+    for name in (asked_for(fn, "__qualname__") or "").split("."):
         found = getattr(found, name, None)
     return found is fn
 
@@ -274,8 +275,8 @@ def wrap(fn: Callable[..., Any], options: Options, settings: dict[str, Any]) -> 
         view = view_of(fn, region)
         return region if view is None else view
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
-        if hasattr(fn, attribute):
-            setattr(region, attribute, getattr(fn, attribute))
+        if (value := asked_for(fn, attribute)) is not None:
+            setattr(region, attribute, value)
     return region
 
 

@@ -12,6 +12,7 @@ from reactivate._compilers.graph import contexts_for
 from reactivate._region.options import Options
 from reactivate._saved_calls.choice import Choice
 from reactivate._saved_calls.log import serve
+from reactivate._snapshot.kinds import owner_of_method
 from reactivate._text.words import described
 from reactivate._torch.dynamo import runs_while_traced
 from reactivate._types import DEVICE, Guard, Policy, Storage
@@ -75,7 +76,7 @@ def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
         UsageError: `policy` is no policy.
     """
     check_policy(policy, "checkpoint(policy=...)")
-    owner = fn if isinstance(fn, Module) else getattr(fn, "__self__", None)
+    owner = fn if isinstance(fn, Module) else owner_of_method(fn)
     module = owner if isinstance(owner, Module) else None
     root = None if module is None else weakref.ref(module)
     unmatched = Unmatched(policy, "checkpoint", has_modules=module is not None)

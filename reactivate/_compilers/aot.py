@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from reactivate._passes.observing import are_regions_off
 from reactivate._region.options import Options
+from reactivate._snapshot.kinds import asked_for
 from reactivate._torch.ops import flatten
 from reactivate.errors import UnsupportedError
 
@@ -33,7 +34,7 @@ def run_tagged(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: 
     if not torch.is_grad_enabled() or are_regions_off():  # Rule 3
         return fn(*args, **kwargs)
     if contexts is not None:
-        name = options.name or getattr(fn, "__name__", type(fn).__name__)
+        name = options.name or asked_for(fn, "__name__") or type(fn).__name__
         raise UnsupportedError(
             f"The region {name!r} has a policy or a pair of contexts, and AOTAutograd traces it without "
             "dynamo (torch_xla's scan and scan_layers): its graph does not tell which calls the ops come from. Leave the "

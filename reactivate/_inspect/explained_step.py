@@ -32,7 +32,7 @@ from reactivate._inspect.places import SourcePlace, SourcePlaces, module_of
 from reactivate._inspect.step import Step, cotangents, leaves_of
 from reactivate._modules.blocks import blocks_of
 from reactivate._modules.spans import paths_in
-from reactivate._passes.current import is_recomputing, running_now
+from reactivate._passes.current import is_recomputed, running_now
 from reactivate._passes.observing import keeping, observed_by
 from reactivate._region.accounts import (
     Ledger,
@@ -182,12 +182,12 @@ class ExplainedStep(Step):
 
     def call_begins(self, call: SavedCall) -> None:
         """A call is to be saved."""
-        if not is_recomputing():
+        if not is_recomputed():
             self._inside[_region_now()].append((call, self._places.at(_getframe(1))))
 
     def forward_done(self, region: Region) -> None:
         """A region's forward pass is over."""
-        if is_recomputing():
+        if is_recomputed():
             return
         frame = _getframe(1)
         module = module_of(region)

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
 from torch.compiler import is_compiling
 from torch.nn.functional import cross_entropy
 
-from reactivate._loss.by_rows import cross_entropy_by_rows
+from reactivate._loss.by_rows import Uses, cross_entropy_by_rows
 from reactivate._loss.observed import tell
 from reactivate._torch.asking import asking
 from reactivate._torch.dynamo import is_jit_tracing, leave_out_of_graphs
@@ -46,6 +47,8 @@ _SHAPING = frozenset(
         *(Tensor.contiguous, Tensor.squeeze, Tensor.unsqueeze, Tensor.__getitem__, Tensor.narrow, Tensor.select),
     }
 )
+_GRAD_FN, *_SEEN = (getattr(Tensor, name).__get__ for name in ("grad_fn", "grad", "retains_grad"))
+_OF_GRADIENTS = frozenset({*_SEEN, Tensor.register_hook, Tensor.retain_grad})
 _SIGNATURE = inspect.signature(cross_entropy)
 
 
@@ -58,6 +61,7 @@ class Logits(Tensor):
     _made: Tensor | None
     _cast: Logits | None  # that this is a view of
     _view: Callable[[Tensor], Tensor] | None
+    _uses: Uses  # of a cast and of its views
 
     @classmethod
     def of(
@@ -76,7 +80,8 @@ class Logits(Tensor):
             cast: what this is a view of.
             view: makes the view.
         """
-        found = _Stand.apply(source, dtype)
+        found = _Stand.apply(source, dtype) if cast is None else _ViewOfStand.apply(cast, [source], view)
+        found._uses = Uses() if cast is None else cast._uses
         found._source, found._source_version, found._made = source, source._version, None
         found._place, found._cast, found._view = place, cast, view
         return found  # type: ignore[no-any-return]
@@ -89,6 +94,12 @@ class Logits(Tensor):
     def _is_made(self) -> bool:
         return self._made is not None or (self._cast is not None and self._cast._is_made)
 
+    def _edge(self) -> Any:
+        if not self._is_cast:
+            return self._source
+        node = super().__torch_function__(_GRAD_FN, (), (self,))
+        return GradientEdge(node, 0)
+
     def plain(self) -> Tensor:
         """Return the tensor that it stands for, with its graph."""
         if not self._is_cast:
@@ -98,8 +109,9 @@ class Logits(Tensor):
                 self._made = self._view(self._cast.plain())
             else:
                 self._check()
+                self._uses.count += 1
                 with torch.enable_grad():
-                    self._made = self._source.to(self.dtype)
+                    self._made = _Made.apply(self, [self._source])
         return self._made
 
     def _check(self) -> None:
@@ -117,6 +129,11 @@ class Logits(Tensor):
         if func in _ASKING:
             return super().__torch_function__(func, types, args, kwargs)
         first = args[0] if args else None
+        if func is torch.autograd.grad:
+            return func(*_with_edges(args), **_with_edges(kwargs))
+        if func in _OF_GRADIENTS and isinstance(first, Logits) and first._is_cast:
+            first._uses.count += 2  # its gradient is looked at, and has to come
+            return super().__torch_function__(func, types, args, kwargs)
         if isinstance(first, Logits) and not first._is_made:
             if func is cross_entropy:
                 found = first._cross_entropy(_SIGNATURE.bind(*args, **kwargs))
@@ -165,20 +182,55 @@ class Logits(Tensor):
             return None
         self._check()
         tell(self._place, self._source.nbytes)
-        return cross_entropy_by_rows(self._source, self.dtype, targets, given["ignore_index"], given["reduction"])
+        cast = (self, self._uses) if self._is_cast else None
+        return cross_entropy_by_rows(self._source, self.dtype, targets, given["ignore_index"], given["reduction"], cast)
 
 
 class _Stand(Function):
-    """The cast, for whom only the graph tells."""
+    """The cast in the graph, without its numbers: the gradients of its readers are added here, and cast back."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, dtype: torch.dtype) -> Logits:
         ctx.dtype = source.dtype
+        ctx.set_materialize_grads(False)
         return without_memory(Logits, source, dtype)
 
     @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None if gradients[0] is None else gradients[0].to(ctx.dtype), None
+
+
+class _ViewOfStand(Function):
+    """A view of the cast, likewise. (What is in a list is no input of the node.)"""
+
+    @staticmethod
+    def forward(ctx: Any, cast: Logits, source: list[Tensor], view: Callable[[Tensor], Tensor]) -> Logits:
+        ctx.shape, ctx.view = cast.shape, view
+        ctx.set_materialize_grads(False)
+        return without_memory(Logits, source[0], cast.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None
+        with torch.enable_grad():  # of one number, seen as many: the view tells where the gradient belongs
+            base = gradient.detach().new_zeros(()).expand(ctx.shape).requires_grad_()
+            viewed = ctx.view(base)
+        found = torch.autograd.grad(viewed, base, gradient, create_graph=torch.is_grad_enabled())
+        return found[0], None, None
+
+
+class _Made(Function):
+    """The numbers of a cast or of a view of it, made when they are read."""
+
+    @staticmethod
+    def forward(ctx: Any, stand: Logits, source: list[Tensor]) -> Tensor:
+        return source[0].detach().to(stand.dtype)
+
+    @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].to(ctx.dtype), None
+        return gradients[0], None
 
 
 def call_by_rows(
@@ -223,6 +275,12 @@ def _is_shaping(func: Any, args: tuple[Any, ...]) -> bool:
 def _plainly(value: Any) -> Any:
     leaves, structure = flatten(value)
     return unflatten([leaf.plain() if isinstance(leaf, Logits) else leaf for leaf in leaves], structure)
+
+
+def _with_edges(value: Any) -> Any:
+    """Return arguments of `torch.autograd.grad`, with the place in the graph of each cast: all that reads it leads there."""
+    leaves, structure = flatten(value)
+    return unflatten([leaf._edge() if isinstance(leaf, Logits) else leaf for leaf in leaves], structure)
 
 
 def _numbers(logits: Logits) -> Tensor:

@@ -16,22 +16,8 @@ running_now: Callable[[], Running | None] = _here.get
 """Return the region that is running, and how many regions have begun inside of it by now."""
 
 
-def is_recomputing() -> bool:
-    """Return whether the calling code runs in a recomputation: exactly then, on this thread (Rule 19).
-
-    For code with side effects that no guard knows, which would otherwise happen twice: metrics, logging, counters.
-
-    Examples:
-        >>> import torch, reactivate
-        >>> seen = []
-        >>> def f(x):
-        ...     if not reactivate.is_recomputing():
-        ...         seen.append(x.shape)
-        ...     return x.sin().cos()
-        >>> reactivate.checkpoint(f)(torch.ones(2, requires_grad=True)).sum().backward()
-        >>> len(seen)
-        1
-    """
+def is_recomputed() -> bool:
+    """Return whether the calling code, which is ours, runs in a recomputation."""
     here = _here.get()
     return here is not None and here[2]
 

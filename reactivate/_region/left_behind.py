@@ -80,11 +80,11 @@ def _of_module(module: torch.nn.Module, path: str) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
         if type(value) in _COMPARED:
             yield f"the attribute `{path}.{name}`", value
-    for name, buffer in module.named_buffers(recurse=False):
-        if _is_plain(buffer):
+    for name, buffer in module._buffers.items():
+        if buffer is not None and _is_plain(buffer):
             yield f"the buffer `{path}.{name}`", (id(buffer), run_unseen(_bits_of, buffer))
-    for name, parameter in module.named_parameters(recurse=False):
-        if _is_plain(parameter):
+    for name, parameter in module._parameters.items():
+        if parameter is not None and _is_plain(parameter):
             gradient = parameter.grad
             seen = (id(gradient), None if gradient is None else gradient._version)
             yield f"the gradient of `{path}.{name}`", (*seen, parameter.requires_grad)

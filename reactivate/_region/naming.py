@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn import Module
 from reactivate._passes.places import CodeLocation, line_of, modules_around, user_frame, users_site
 from reactivate._region.due import owner_of
 from reactivate._snapshot.inputs import InputSpec, rebuild
-from reactivate._snapshot.kinds import behind_proxy
+from reactivate._snapshot.kinds import asked_for, behind_proxy, owner_of_method
 from reactivate._snapshot.shadows import is_known_written
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def name_of_region(fn: Any) -> str:
     """Return the name of a region that was given none: of its function, or of its module's class."""
     while isinstance(fn, functools.partial):
         fn = fn.func
-    name = None if isinstance(fn, Module) else getattr(fn, "__qualname__", None)
+    name = None if isinstance(fn, Module) else asked_for(fn, "__qualname__")
     return name if isinstance(name, str) else type(fn).__name__
 
 
@@ -65,9 +65,9 @@ def inputs_of(region: Region) -> Iterator[tuple[str, Any]]:
         yield from _within(spec, f"args[{index}]")
     for name, spec in region.kwargs.items():
         yield from _within(spec, f"kwargs[{name!r}]")
-    function: Any = getattr(region.fn, "__func__", region.fn)
-    code = getattr(function, "__code__", None)
-    names = {} if code is None else dict(zip(map(id, getattr(function, "__closure__", None) or ()), code.co_freevars))
+    function = region.fn.__func__ if isinstance(region.fn, MethodType) else region.fn
+    is_function = isinstance(function, FunctionType)
+    names = dict(zip(map(id, function.__closure__ or ()), function.__code__.co_freevars)) if is_function else {}
     for holder in region.moment.holders:
         spec = getattr(holder, "spec", None)
         if spec is not None:
@@ -98,7 +98,7 @@ def modules_of(region: Region) -> list[tuple[str, Module]]:
 def _roots(region: Region) -> Iterator[Module]:
     function: Any = region.fn
     cells = (item for contents in region.moment.contents for item in contents)
-    for value in (function, getattr(function, "__self__", None), *region.args, *region.kwargs.values(), *cells):
+    for value in (function, owner_of_method(function), *region.args, *region.kwargs.values(), *cells):
         if issubclass(type(value), Module):  # a mock of one only says that it is
             yield value
 

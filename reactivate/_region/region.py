@@ -25,6 +25,7 @@ from torch import Tensor
 
 from reactivate._passes.check import BitsBefore, Check
 from reactivate._passes.current import NOT_ENTERED, Running, enter_region, leave_region
+from reactivate._passes.logs import unseen
 from reactivate._passes.observing import keeping_for, observers, tell
 from reactivate._passes.oplog import OpLog
 from reactivate._passes.places import SavePlace, are_known, remember, user_frame
@@ -187,7 +188,7 @@ class Region:
         enter_region(self)
         if call.is_large and options.restores_modules:
             self.is_ordinary = False
-            self.reached = ReachedModules(call.roots, call.may_write_unseen)
+            self.reached = ReachedModules(call.roots, call.may_write_unseen, unseen)
         for before in options.befores:
             tokens.append(before(call))
         is_compared = is_due(call, options.check, options.choice)

@@ -16,6 +16,7 @@ from reactivate._passes.places import calls_regions
 from reactivate._region.options import Options
 from reactivate._region.region import Region
 from reactivate._region.transforms import refuse_transform_inside
+from reactivate._snapshot.kinds import owner_of_method
 from reactivate._torch.dynamo import is_jit_tracing, leave_to_eager
 from reactivate._torch.modules import has_hooks, module_call
 
@@ -60,5 +61,5 @@ def runner_of(fn: Any) -> tuple[Runner, Any]:
     """Return the runner of a region, and the function or, if the region is the `__call__` of a module, that."""
     if isinstance(fn, Module):
         return (run_module if type(fn).__call__ is module_call else run), fn
-    owner = getattr(fn, "__self__", None)
+    owner = owner_of_method(fn)
     return (run_module, owner) if isinstance(owner, Module) and fn == owner.__call__ else (run, fn)

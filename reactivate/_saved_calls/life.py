@@ -90,6 +90,7 @@ class ForwardLog(Log):
         self.casts: dict[Any, int] = {}  # of leaves: {node: version of the leaf}
         self._counts: dict[Any, int] = {}
         self._must_rerun: str | None = None
+        self._from_here: str | None = None  # why the calls that follow are not saved
         self._hooks: dict[int, Any] = {0: functools.partial(_went_through, ref(self))}  # of nodes that saved calls made
         self._dispatch_modes = self._transforms = 0  # around the region
         self._pack: Any = None  # the region's own hook, while the log is open
@@ -139,7 +140,7 @@ class ForwardLog(Log):
             return None
         if self.pending is not None:
             self.finish_pending()
-        reason = self._why_not_saved() if innermost_pack_hook() is self._pack else _OTHER_HOOKS
+        reason = self._from_here or (self._why_not_saved() if innermost_pack_hook() is self._pack else _OTHER_HOOKS)
         if is_seen_by_users():
             decision = decision.of_users()
         what = self, decision, number, action.storage, fn, args, kwargs, reason
@@ -288,6 +289,10 @@ class ForwardLog(Log):
             call.reason = call.reason or reason
             if not keeps:
                 self._keep_nothing(call)
+
+    def rerun_from_here(self, reason: str) -> None:
+        """Let recomputations make the saved calls that follow again."""
+        self._from_here = reason
 
     def _keep_nothing(self, call: SavedCall) -> None:
         call.outputs, call.streams = None, ()

@@ -6,7 +6,6 @@ which objects they stood for is known by weak references: as long as they do, wh
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, itemgetter
@@ -14,15 +13,13 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 from weakref import ref
 
+from reactivate._snapshot.cached_results import CACHED
 from reactivate._snapshot.caches import is_importable
 from reactivate._snapshot.held import ATOMS
 from reactivate._snapshot.holders import EMPTY, AttributesHolder, Contents, Holder, attributes_of, made_of
 
 Namespace = dict[str, Any]
 Names = tuple[tuple[Namespace, str], ...]
-
-CACHED = type(functools.cache(len))
-"""The class of functions whose results are cached."""
 
 _CODE = attrgetter("__code__")
 _DEFAULTS = attrgetter("__defaults__")

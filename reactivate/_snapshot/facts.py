@@ -24,7 +24,8 @@ from torch.jit import ScriptFunction, ScriptModule
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from reactivate._snapshot.bindings import CACHED, Bindings, Names, Namespace
+from reactivate._snapshot.bindings import Bindings, Names, Namespace
+from reactivate._snapshot.cached_results import CACHED, results_in
 from reactivate._snapshot.caches import BoundedCache, cached, is_importable
 from reactivate._snapshot.held import ATOMS
 from reactivate._snapshot.kinds import MAKING, Slot, is_librarys_package, is_users_class, slots_of
@@ -362,7 +363,9 @@ def _is_code(value: Any) -> bool:
     """Return whether a value is code, bound to no object: a function, a Python module, a class of a library's."""
     if isinstance(value, CACHED):
         inner = value.__wrapped__
-        return _is_code(inner) and not (isinstance(inner, FunctionType) and _is_open(inner))
+        return (
+            results_in(value) is None and _is_code(inner) and not (isinstance(inner, FunctionType) and _is_open(inner))
+        )
     if isinstance(value, BuiltinFunctionType):
         return isinstance(value.__self__, (ModuleType, NoneType)) or _is_librarys_class(value.__self__)
     return isinstance(value, (FunctionType, ModuleType)) or _is_librarys_class(value)

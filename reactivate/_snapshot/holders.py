@@ -203,47 +203,6 @@ def put_dict(target: Any, contents: Contents) -> None:
         kind.__setitem__(target, key, item)
 
 
-class LengthHolder(Holder):
-    """A container of more than `LARGEST` items: what was appended since is taken off again.
-
-    Items that were replaced or taken away stay so: the function sees what torch's checkpoint would show it.
-    """
-
-    __slots__ = ("_length",)
-
-    def record(self) -> Contents:
-        self._length = length_of(self.target)
-        return (self._length,)
-
-    def get(self) -> Contents:
-        """Return the noted length and what came behind it, or all items if some were taken away."""
-        target = self.target
-        length = self._length if len(target) >= self._length else 0
-        if isinstance(target, dict):
-            return length, *((key, target[key]) for key in list(target)[length:])
-        return length, *(target[length:] if isinstance(target, list) else ())
-
-    def is_at(self, contents: Contents) -> bool:
-        return length_of(self.target) == int(contents[0]) + len(contents) - 1
-
-    def put(self, contents: Contents) -> None:
-        length, *tail = contents
-        target = self.target
-        if isinstance(target, list):
-            del target[length:]
-            target += tail
-        elif isinstance(target, dict):
-            for key in list(target)[length:]:
-                del target[key]
-            target.update(tail)
-
-    def items(self, contents: Contents) -> Iterable[tuple[str, Any]]:
-        return ()
-
-    def kept_with(self, contents: Contents) -> None:
-        """Return None: each moment has a length of its own."""
-
-
 def length_of(container: Any) -> int:
     """Return how many items a container has, past methods that a subclass overrides."""
     for kind in (list, dict, deque, set):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import random
 import sys
+from array import array
 from collections.abc import Callable, Iterable
 from enum import Enum
+from types import BuiltinFunctionType, MethodType, MethodWrapperType
 from typing import Any, TypeAlias
 from weakref import ProxyTypes
 
@@ -19,7 +21,7 @@ SMALL_BYTES = 1 << 14
 """The size up to which a tensor without a graph, or an array, is copied before a write to it is known."""
 
 PROXIES = frozenset({*ProxyTypes, super})
-BUFFERS = frozenset({bytearray, memoryview, io.StringIO, io.BytesIO})
+BUFFERS = frozenset({bytearray, memoryview, array, io.StringIO, io.BytesIO})
 
 _OPERATORS = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and or xor"
 _SPECIAL = """
@@ -86,7 +88,7 @@ def is_plain(kind: type) -> bool:
     if issubclass(kind, Enum):
         return False
     if issubclass(kind, BaseException):
-        return kind.__module__ != "builtins"
+        return True
     if is_of_torch(kind):
         return kind.__module__.startswith(("torch.distributions.", "torch.quasirandom"))
     # Of `logging` only its own classes: a handler of the user's may count.
@@ -136,12 +138,25 @@ def is_array(kind: Any) -> bool:
 @cached_by_class
 def is_random_source(kind: Any) -> bool:
     """Return whether objects of this class are generators of random numbers: torch's, Python's, NumPy's."""
-    if kind is torch.Generator or issubclass(kind, random.Random):
+    if issubclass(kind, (torch.Generator, random.Random)):
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and issubclass(
         kind, (numpy.random.Generator, numpy.random.RandomState, numpy.random.BitGenerator)
     )
+
+
+def owner_of_method(fn: Any) -> Any:
+    """Return what a method is bound to; None of another object, whose `__getattr__` may raise or count anything."""
+    return fn.__self__ if isinstance(fn, (MethodType, BuiltinFunctionType, MethodWrapperType)) else None
+
+
+def asked_for(value: Any, name: str) -> Any:
+    """Return an attribute of any object, None if it has none, or raises anything."""
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
 
 
 def namespace_of(value: Any) -> Any:

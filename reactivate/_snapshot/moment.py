@@ -25,7 +25,7 @@ from reactivate._snapshot.quick_look import QuickLook, others_among
 from reactivate._snapshot.shadows import UNINITIALIZED, written_before
 from reactivate._snapshot.steps import fused_steps, last_step_of, steps_so_far
 from reactivate._snapshot.tensor_hooks import Hooks, hooks_on
-from reactivate._snapshot.tensor_states import NO_TENSORS, TensorStates, version_of
+from reactivate._snapshot.tensor_states import NO_TENSORS, TensorStates, is_vector, version_of
 from reactivate._snapshot.trees import Tree
 from reactivate._torch.modes import copy_unseen
 from reactivate._torch.modules import GLOBAL_FLAGS, GLOBAL_HOOKS, is_in_flat_parameter
@@ -144,6 +144,8 @@ class Moment:
         if parameters:
             self.parameters = parameters
             state += self._note_parameters(parameters)
+            if False in self.differentiable and may_write_unseen():  # as running statistics are written
+                state += [item for item in parameters if not item.requires_grad and is_vector(item)]
         if state:
             self.states = TensorStates(state, None if kept is None else kept.small_layout, may_write_unseen)
             if kept is not None:

@@ -29,6 +29,7 @@ class ReachedModules:
     Args:
         roots: modules that are reached in any case.
         may_write_unseen: returns whether the region may write to tensors without a new version.
+        unseen: calls a function so that no log of the region's ops sees what is copied here.
 
     Attributes:
         moments: one for each module or small tree, in the order in which they were reached; and of trees that compiled code
@@ -36,10 +37,12 @@ class ReachedModules:
         generators: (generator in an attribute, its state).
     """
 
-    def __init__(self, roots: Sequence[Module], may_write_unseen: Callable[[], bool]) -> None:
+    def __init__(
+        self, roots: Sequence[Module], may_write_unseen: Callable[[], bool], unseen: Callable[..., Any]
+    ) -> None:
         self.moments: list[Moment] = []
         self.generators: list[tuple[Any, Any]] = []
-        self._may_write_unseen = may_write_unseen
+        self._may_write_unseen, self._unseen = may_write_unseen, unseen
         self._reached: dict[int, Module] = {}
         self._alone: list[Module] = []  # those reached without what is inside of them
         self._whole: set[int] = set()  # ids of those with what is inside of them
@@ -59,15 +62,20 @@ class ReachedModules:
         if id(module) in self._reached or (get_ident() != self._thread and id(module) not in self._ids_inside):
             return
         with self._lock:
-            todo = [module] if self._is_open else []
-            while todo:
-                inner = todo.pop()
-                if id(inner) not in self._reached and not self._is_noted_whole(inner):
-                    self._reached[id(inner)] = inner
-                    self._alone.append(inner)
-                    tree, roots = tree_at(inner)
-                    todo += roots
-                    self._note(tree)
+            if self._is_open:
+                self._unseen(self._note_from, module)
+
+    def _note_from(self, module: Module) -> None:
+        """Note a module, and those that its attributes lead to."""
+        todo = [module]
+        while todo:
+            inner = todo.pop()
+            if id(inner) not in self._reached and not self._is_noted_whole(inner):
+                self._reached[id(inner)] = inner
+                self._alone.append(inner)
+                tree, roots = tree_at(inner)
+                todo += roots
+                self._note(tree)
 
     @functools.cached_property
     def _ids_inside(self) -> set[int]:
@@ -87,7 +95,7 @@ class ReachedModules:
                 for function in compiled_functions_of(module):
                     self._compiled.setdefault(id(callback_of(function)), []).append(module)
             self._looked_at = len(self._reached)
-            self._note_inside(self._compiled.get(id(callback), self._alone))
+            self._unseen(self._note_inside, self._compiled.get(id(callback), self._alone))
 
     def _note_inside(self, modules: Sequence[Module]) -> None:
         """Note modules with all that is inside of them. Of those that were noted before, the first moment counts."""

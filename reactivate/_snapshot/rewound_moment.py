@@ -101,6 +101,7 @@ class RewoundMoment:
 
     def _rewind(self) -> None:
         moment = self._moment
+        tensors, self._tensors = self._tensors, None  # until they are rewound: an error may come before
         if self._kinds != moment.kinds or self._differentiable != moment.differentiable:
             _set_all(moment, moment.kinds, moment.differentiable)
         if moment.parts is not None and self._parts is not moment.parts:
@@ -114,8 +115,7 @@ class RewoundMoment:
             put_hooks_on(self._hooked, self._wanted_hooks)
         if self._others:
             self._put_contents()
-        if self._tensors is not None:
-            tensors, self._tensors = self._tensors, None
+        if tensors is not None:
             tensors.__enter__()
             self._tensors = tensors
         if moment.leaves:

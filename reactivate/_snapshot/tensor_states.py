@@ -132,7 +132,7 @@ class TensorStates:
         for tensor in tensors:
             if tensor.is_inference() or (known and tensor.device.type in known):
                 by_nothing.append(tensor)
-            elif not (is_unseen or (_is_vector(tensor) and tensor.numel() <= MOST_CHANNELS)):
+            elif not (is_unseen or (is_vector(tensor) and tensor.numel() <= MOST_CHANNELS)):
                 by_version.append(tensor)
             elif tensor.is_cpu and is_plain(tensor):
                 by_bytes.append(tensor)
@@ -200,10 +200,11 @@ def _bytes_in(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _is_few_bytes(tensor: Tensor) -> bool:
-    return is_small(tensor) and (_is_vector(tensor) or tensor.nbytes <= _FEW_BYTES)
+    return is_small(tensor) and (is_vector(tensor) or tensor.nbytes <= _FEW_BYTES)
 
 
-def _is_vector(tensor: Tensor) -> bool:
+def is_vector(tensor: Tensor) -> bool:
+    """Return whether a tensor has the form of running statistics."""
     return tensor.ndim == 1 and tensor.is_floating_point() and not tensor.is_nested
 
 

@@ -22,7 +22,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from reactivate._modules.standin import cover_in
-from reactivate._snapshot.bindings import CACHED
+from reactivate._snapshot.cached_results import CACHED
 from reactivate._snapshot.caches import WeakIdentitySet, is_importable, is_in_its_module
 from reactivate._snapshot.held import ATOMS
 from reactivate._snapshot.holders import Contents, FunctionsHolder, Holder

@@ -1,4 +1,4 @@
-"""Code that may write to tensors without a new version: through `.data`, or through NumPy's view of a tensor.
+"""Code that may write to tensors without a new version: through `.data`, NumPy's view of a tensor or a storage, item by item.
 
 A region that reaches such code relies on no version of the tensors that it copies. A class has many methods that no region
 calls, so one of them counts only if other code that is reached asks an object for its name.
@@ -13,7 +13,14 @@ from weakref import ref
 
 from reactivate._snapshot.facts import Facts, facts_of, functions_in, generation
 
-_WAYS = frozenset({"data", "numpy", "asarray", "array", "from_dlpack"})
+_WAYS = frozenset(
+    {
+        *("data", "numpy", "asarray", "asanyarray", "ascontiguousarray", "array", "__array__", "from_dlpack"),
+        *("apply_", "map_", "map2_", "untyped_storage", "storage"),
+        # They write running statistics, which may be part of a larger tensor.
+        *("batch_norm", "native_batch_norm", "instance_norm"),
+    }
+)
 
 
 def names_a_way(facts: Facts) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar, copy_context
@@ -26,7 +25,8 @@ from torch.optim import Optimizer
 
 from reactivate._snapshot import holders as holding
 from reactivate._snapshot.bindings import Bindings, CodeHolder
-from reactivate._snapshot.byte_holders import ArrayHolder, BytesHolder, NumbersHolder, StreamHolder, length_of_stream
+from reactivate._snapshot.byte_holders import ArrayHolder, holder_of_bytes
+from reactivate._snapshot.cached_results import CACHED, ResultsHolder, results_in
 from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.facts import Facts, called_members, current_facts, facts_of, names_in_module
 from reactivate._snapshot.held import ATOMS, WeakTensor, restored
@@ -53,6 +53,7 @@ from reactivate._snapshot.kinds import (
     slots_of,
     users_classes,
 )
+from reactivate._snapshot.large_containers import LengthHolder
 from reactivate._snapshot.module_access import OBSERVED_FUNCTIONS
 from reactivate._snapshot.region_calls import handed_out, is_of_call
 from reactivate._snapshot.shadows import is_state
@@ -184,8 +185,10 @@ class Walk:
         length = len(value) if kind is list or kind is dict else length_of(value)
         self._items += length
         if length > LARGEST or self._items > _MOST_ITEMS:
-            self.holders.append(holding.LengthHolder(value))
+            self.holders.append(LengthHolder(value))
             self._leave_out(value, place, "too large")
+            if kind not in (list, dict, deque, OrderedDict):
+                self._attributes_of_a_container(value, kind, place, depth)
             return
         holder = (holding.DictHolder if isinstance(value, dict) else holding.ListHolder)(value)
         self.holders.append(holder)
@@ -237,23 +240,19 @@ class Walk:
                     self.look(item, place, depth)
         self._attributes_of_a_container(value, kind, place, depth)
 
-    def _hold_if_small(self, holder: Any, value: Any, nbytes: int, place: str) -> None:
-        if nbytes <= SMALL_BYTES:
-            self.holders.append(holder(value))
-        else:
-            self._leave_out(value, place, "too large")
-
     def _buffer(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
         if kind is memoryview:
             with contextlib.suppress(ValueError):  # it has been released
                 self.look(value.obj, place, depth)
-        elif issubclass(kind, array):
-            self._hold_if_small(NumbersHolder, value, value.itemsize * len(value), place)
-        elif kind is bytearray:
-            self._hold_if_small(BytesHolder, value, len(value), place)
-        elif not value.closed:
-            self._hold_if_small(StreamHolder, value, length_of_stream(value), place)
+        elif (found := holder_of_bytes(value, kind)) is not None:
+            holder, nbytes = found
+            if nbytes <= SMALL_BYTES:
+                self.holders.append(holder(value))
+            else:
+                self._leave_out(value, place, "too large")
+        if kind not in BUFFERS:
+            self._attributes_of_a_container(value, kind, place, depth)
 
     def _iterator(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
@@ -374,6 +373,13 @@ class Walk:
             self.look(fn(), place, depth)
         else:
             self._object(fn, kind, place, depth)
+            results = results_in(fn) if kind is CACHED else None
+            if results is not None and id(results) not in self.seen:
+                self.seen[id(results)] = results
+                self.holders.append(ResultsHolder(results))
+                for result in results.values():
+                    if not isinstance(result, Tensor):
+                        self.look(result, place, depth)
             if inspect.getattr_static(kind, "__wrapped__", None) is not None:  # ours, which are not looked into
                 self.look(fn.__wrapped__, place, depth)
             call = inspect.getattr_static(kind, "__call__")
@@ -481,14 +487,13 @@ _WAYS: tuple[tuple[Callable[[type], bool], _Way], ...] = (
     (derived_from(FunctionType), Walk._function),
     (derived_from(type), Walk._class_or_member),
     (derived_from(Optimizer), Walk._optimizer),
-    (is_callable, Walk._callable),
+    (derived_from(Enum), Walk._class_or_member),
     (is_random_source, Walk._random_source),
     (is_array, Walk._array),
-    (BUFFERS.__contains__, Walk._buffer),
+    (derived_from(*BUFFERS), Walk._buffer),
+    (is_callable, Walk._callable),
     (is_iterator, Walk._iterator),
-    (derived_from(array), Walk._buffer),
-    (derived_from(Enum), Walk._class_or_member),
     (derived_from(ContextVar), Walk._context_variable),
     (derived_from(object), Walk._object),
 )
-"""What an object's class tells, and the method that looks at the object: the first row that fits counts."""
+"""What an object's class tells, and the method that looks at it: the first row that fits counts (an enum may be callable)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from io import StringIO
 from typing import Any
+
+from reactivate._setting import Rewound
 
 WIDTH = 120  # where there is no terminal
 
@@ -72,7 +75,7 @@ class Table:
             width: in characters; that of the terminal if None, 120 where there is none.
             plain: without rich, as wide as it gets; so it is where rich is not installed.
         """
-        rich = None if plain else _rich()
+        rich = None if plain else classes_of_rich()
         lines = self._plain_lines() if rich is None else self._drawn_lines(rich, width or _width())
         return "\n".join([self.title, *lines] if self.title else lines)
 
@@ -155,12 +158,14 @@ def _width() -> int:
     return shutil.get_terminal_size((WIDTH, 0)).columns if sys.stdout.isatty() else WIDTH
 
 
-def _rich() -> tuple[Any, Any, Any, Any] | None:
+def classes_of_rich() -> tuple[Any, Any, Any, Any] | None:
+    """Return rich's (Console, Table, Text, box of a table); None without rich."""
     try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table as RichTable
-        from rich.text import Text
+        with Rewound(random.getstate, random.setstate, random.getstate()):  # its import draws random numbers
+            from rich import box
+            from rich.console import Console
+            from rich.table import Table as RichTable
+            from rich.text import Text
     except ImportError:
         return None
     return Console, RichTable, Text, box.SIMPLE

@@ -213,10 +213,11 @@ def is_left_for_another_backward() -> bool:
     time. Where torch does not say which edges are taken, each node with an edge counts.
     """
     node = current_node()
-    return node is not None and not all(_is_taken(following) for following, _ in node.next_functions)
+    return node is not None and not all(is_taken(following) for following, _ in node.next_functions)
 
 
-def _is_taken(node: Any) -> bool:
+def is_taken(node: Any) -> bool:
+    """Return whether the backward that is running goes on at a node; where torch does not say so, it does not."""
     try:
         return node is None or _will_run(node)
     except RuntimeError:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reactivate._inspect.collectives import skipped_collective
 from reactivate._inspect.sharded import resetting_sharding
 from reactivate._model.apply import apply, paused
-from reactivate._passes.current import is_recomputing
+from reactivate._passes.current import is_recomputed
 from reactivate._text.words import described
 from reactivate._torch.modules import (
     has_rebuilt_buckets,
@@ -200,7 +200,7 @@ class _CatchUpMode(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         if name in _TO_ONE_RANK:
             raise CannotCatchUp(f"the step sends to single ranks ({name}), which is not counted")
-        if is_recomputing():
+        if is_recomputed():
             raise CannotCatchUp(f"a recomputation has a collective ({name}), so that another plan has other ones")
         if self._left[group] > 0:
             self._left[group] -= 1

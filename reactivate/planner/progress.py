@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
+from reactivate._text.table import classes_of_rich
+
 Tell = Callable[[str], None]
 
 INTERVAL_SECONDS = 10.0  # at least, between two lines in a notebook or a log: a search that is shorter writes none
@@ -40,11 +42,8 @@ def progress(title: str) -> Iterator[Tell]:
 
 
 def _console() -> Any:
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    return Console(stderr=True)
+    found = classes_of_rich()
+    return None if found is None else found[0](stderr=True)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from torch.nn import Module
 
 from reactivate._model.handle import Handle
-from reactivate._passes.current import is_recomputing
+from reactivate._passes.current import is_recomputed
 from reactivate._region.accounts import in_words
 from reactivate._text.warnings import warn
 from reactivate._torch.dynamo import is_jit_tracing
@@ -47,7 +47,7 @@ class CallWatch:
 
     def __call__(self, model: Module, args: Any, kwargs: Any) -> None:
         """The model is called."""
-        if is_compiling() or is_jit_tracing() or is_recomputing() or not torch.is_grad_enabled():
+        if is_compiling() or is_jit_tracing() or is_recomputed() or not torch.is_grad_enabled():
             return
         shapes = tuple(tuple(leaf.shape) for leaf in call_inputs(args, kwargs).values())
         if self._is_checked and shapes in self._known:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reactivate
-from reactivate._passes.current import is_recomputing
+from reactivate import is_recomputing
 from reactivate.planner import planner, simulator
 from reactivate.planner.call_values import RecordedCall, SavedCalls, best_choices, ranked, saving_candidate
 from reactivate.planner.candidates import FULL, KEEP, Assignment, CallName, Candidate

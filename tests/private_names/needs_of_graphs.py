@@ -77,7 +77,7 @@ def a_custom_function_is_known_while_it_runs() -> None:
     assert room.current_node() is None
 
 
-@needs("is_left_for_another_backward")
+@needs("is_left_for_another_backward", "is_taken")
 def a_backward_takes_the_edges_to_what_is_asked_for() -> None:
     seen: list[bool] = []
 

@@ -156,7 +156,7 @@ def test_models_of_other_threads_do_not_concern_a_region() -> None:
 
 
 def test_nothing_is_left_to_the_collector() -> None:
-    reached = ReachedModules([Model(by_name)], bool)
+    reached = ReachedModules([Model(by_name)], bool, lambda function, *args: function(*args))
     reached.finish()
     reference = ref(reached)
     del reached

@@ -7,14 +7,14 @@ from bisect import bisect_right
 import torch
 from torch.nn import Module
 
-from reactivate._passes.current import is_recomputing
+from reactivate._passes.current import is_recomputed
 from reactivate._torch.autograd import current_node_number, next_node_number
 from reactivate.planner.trace.records import UnitCall
 
 
 def is_in_backward() -> bool:
     """Return whether what runs is no pass over the model, but a backward, with the forwards that checkpoints repeat in it."""
-    return is_recomputing() or current_node_number() is not None
+    return is_recomputed() or current_node_number() is not None
 
 
 class ModuleStack:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._loss.logits import Logits
-from reactivate._passes.current import is_recomputing
+from reactivate._passes.current import is_recomputed
 from reactivate._passes.observing import observed_by
 from reactivate._region.accounts import copied_inputs, held_by_guards, put_aside, storages_of
 from reactivate._region.region import Region
@@ -244,7 +244,7 @@ class _Tracer(TorchDispatchMode):
         live = self._live_bytes
         top = max(live, before + cost.top_bytes)
         seconds = cost.seconds if self.clock is None else self.clock.ran(cost.seconds, cost.group)
-        op = Op(turn, position, is_backward, is_recomputing(), before, top, live, seconds, name)
+        op = Op(turn, position, is_backward, is_recomputed(), before, top, live, seconds, name)
         if is_backward:
             self._note_sum(func, args, kwargs, result)
         self.trace.ops.append(op)
@@ -312,7 +312,7 @@ class _Tracer(TorchDispatchMode):
         self._modules.begins(module)
         path = self._units.get(id(module))
         if is_in_backward():
-            if path is not None and not is_recomputing():
+            if path is not None and not is_recomputed():
                 self.trace.checkpointed.add(path)
             return
         self._modules.mark(next_node_number())
