@@ -1,4 +1,4 @@
-"""State in unusual places: caches, large containers, callable objects, arrays, streams, running statistics in larger tensors."""
+"""State in unusual places: caches, large containers, callable objects, arrays, streams, statistics in larger tensors."""
 
 from __future__ import annotations
 
