@@ -292,7 +292,8 @@ class ForwardLog(Log):
 
     def rerun_from_here(self, reason: str) -> None:
         """Let recomputations make the saved calls that follow again."""
-        self._from_here = reason
+        if is_dispatch_mode_active() >= self._dispatch_modes:  # otherwise a mode around the region asks, not the region
+            self._from_here = reason
 
     def _keep_nothing(self, call: SavedCall) -> None:
         call.outputs, call.streams = None, ()

@@ -90,7 +90,7 @@ def is_plain(kind: type) -> bool:
     if issubclass(kind, BaseException):
         return True
     if is_of_torch(kind):
-        return kind.__module__.startswith(("torch.distributions.", "torch.quasirandom"))
+        return kind.__module__.startswith(("torch.distributions.", "torch.quasirandom", "torch.utils.data.sampler"))
     # Of `logging` only its own classes: a handler of the user's may count.
     if is_value(kind) or package_of(kind) == "logging" or any(package_of(base) in _SHARED for base in kind.__mro__):
         return False

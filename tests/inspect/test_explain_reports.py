@@ -144,6 +144,19 @@ def test_torch_alone_is_enough_to_print() -> None:
     assert all(line.startswith("plan: ") for line in done.stderr.splitlines())  # its progress, on a slow machine
 
 
+def test_the_first_table_draws_no_random_numbers() -> None:
+    """The import of rich does."""
+    code = (
+        "import random, torch, reactivate\n"
+        "explanation = reactivate.explain(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), torch.ones(2, 4))\n"
+        "random.seed(0)\n"
+        "before = random.getstate()\n"
+        "print(explanation)\n"
+        "assert random.getstate() == before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+
+
 def test_nothing_to_explain_is_refused() -> None:
     with pytest.raises(UsageError, match="requires a gradient"):
         explain(lambda x: x * 2, torch.ones(2))

@@ -18,6 +18,7 @@ from oracle import trained
 from state_programs import Program, Programs, Wrap, check_program
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import RandomSampler
 
 import reactivate
 
@@ -240,6 +241,12 @@ def called(wrap: Wrap, make: Callable[[], Any]) -> Any:
 
 
 programs.rows(called, {f"{name} with a call": (make,) for name, make in CALLED.items()})
+
+
+@programs.right
+def a_sampler_with_a_generator(wrap: Wrap) -> Any:
+    sampler = RandomSampler(range(8), generator=torch.Generator().manual_seed(3))
+    return steps(wrap, lambda x: x * next(iter(sampler)))
 
 
 @programs.right
