@@ -195,7 +195,7 @@ def put_dict(target: Any, contents: Contents) -> None:
         key: item for key, item in kind.items(target) if isinstance(item, Placed) or (handed_out and is_of_call(key))
     }
     half = len(contents) // 2
-    keys, values = contents[:half], strongly(contents[half:])
+    keys, values = strongly(contents[:half]), strongly(contents[half:])
     kind.clear(target)
     for key, item in zip(keys, values):
         kind.__setitem__(target, key, item)

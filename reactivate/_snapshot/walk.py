@@ -376,8 +376,9 @@ class Walk:
             results = results_in(fn) if kind is CACHED else None
             if results is not None and id(results) not in self.seen:
                 self.seen[id(results)] = results
-                self.holders.append(ResultsHolder(results))
-                for result in results.values():
+                is_large = len(results) > LARGEST
+                self.holders.append(LengthHolder(results) if is_large else ResultsHolder(results))
+                for result in () if is_large else results.values():
                     if not isinstance(result, Tensor):
                         self.look(result, place, depth)
             if inspect.getattr_static(kind, "__wrapped__", None) is not None:  # ours, which are not looked into

@@ -25,6 +25,7 @@ import reactivate
 programs = Programs()
 
 STEPS = 4
+MANY = 5_000  # more than are looked at
 
 
 def steps(wrap: Wrap, forward: Callable[[Tensor], Tensor], told: Callable[[], list[Any]] = list) -> list[Any]:
@@ -98,6 +99,14 @@ def a_cache_by_a_name_of_the_module(wrap: Wrap) -> Any:
 
 
 @programs.right
+def a_cache_of_many_results(wrap: Wrap) -> Any:
+    scale = functools.cache(lambda number: random.random())
+    for number in range(MANY):
+        scale(-number)
+    return steps(wrap, lambda x: x * scale(len(x)), lambda: [scale(1)])
+
+
+@programs.right
 def an_object_in_a_cache(wrap: Wrap) -> Any:
     counter = functools.cache(lambda: [1.0])
 
@@ -118,8 +127,6 @@ def test_a_cache_keeps_what_the_forward_computed() -> None:
 
 
 # -- more items than are looked at -------------------------------------------------------------------------------------
-
-MANY = 5_000
 
 
 class Doubled(list[float]):
