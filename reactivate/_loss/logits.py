@@ -130,7 +130,8 @@ class Logits(Tensor):
             return super().__torch_function__(func, types, args, kwargs)
         first = args[0] if args else None
         if func is torch.autograd.grad:
-            return func(*_with_edges(args), **_with_edges(kwargs))
+            outputs, inputs = args  # as torch passes them, however they were given
+            return func(_plainly(outputs), _with_edges(inputs), **_plainly(kwargs))
         if func in _OF_GRADIENTS and isinstance(first, Logits) and first._is_cast:
             first._uses.count += 2  # its gradient is looked at, and has to come
             return super().__torch_function__(func, types, args, kwargs)
@@ -278,7 +279,7 @@ def _plainly(value: Any) -> Any:
 
 
 def _with_edges(value: Any) -> Any:
-    """Return arguments of `torch.autograd.grad`, with the place in the graph of each cast: all that reads it leads there."""
+    """Return what a gradient is asked for, with the place in the graph of each cast: all that reads it leads there."""
     leaves, structure = flatten(value)
     return unflatten([leaf._edge() if isinstance(leaf, Logits) else leaf for leaf in leaves], structure)
 

@@ -16,19 +16,23 @@ class LengthHolder(Holder):
     Items that were replaced, put in front or taken away stay so: the function sees what torch's checkpoint would show it.
     """
 
-    __slots__ = ("_last", "_length")
+    __slots__ = ("_first", "_length")
 
     def record(self) -> Contents:
-        self._length = length_of(self.target)
-        self._last = EMPTY if isinstance(self.target, dict) else _kind_of(self.target).__getitem__(self.target, -1)
+        self._length, self._first = length_of(self.target), self._first_now()
         return (self._length,)
+
+    def _first_now(self) -> Any:
+        target = self.target
+        is_told = length_of(target) and not isinstance(target, dict)  # a dict puts nothing in front
+        return _kind_of(target).__getitem__(target, 0) if is_told else EMPTY
 
     def get(self) -> Contents:
         """Return the noted length and what came behind it, or all items if some were taken away."""
         target, length = self.target, self._length
         if length_of(target) < length:
             length = 0
-        elif not self._ends_at(length):
+        elif self._first_now() is not self._first:
             return (length_of(target),)
         tail: Iterable[Any]
         if isinstance(target, dict):
@@ -37,18 +41,13 @@ class LengthHolder(Holder):
             tail = islice(_kind_of(target).__iter__(target), length, None)
         return length, *tail
 
-    def _ends_at(self, length: int) -> bool:
-        """Return whether what is behind this length was appended, as far as the item before it tells."""
-        target, last = self.target, self._last
-        return last is EMPTY or not length or _kind_of(target).__getitem__(target, length - 1) is last
-
     def is_at(self, contents: Contents) -> bool:
         return length_of(self.target) == int(contents[0]) + len(contents) - 1
 
     def put(self, contents: Contents) -> None:
         length, *tail = contents
         target, kind = self.target, _kind_of(self.target)
-        if length_of(target) > length and not self._ends_at(length):
+        if length_of(target) > length and self._first_now() is not self._first:
             return
         if isinstance(target, dict):
             for key in _keys_from(target, length):

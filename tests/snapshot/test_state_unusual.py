@@ -154,6 +154,18 @@ def a_long_memory(wrap: Wrap) -> Any:
 
 
 @programs.right
+def a_long_list_whose_last_item_is_replaced(wrap: Wrap) -> Any:
+    memory: list[Any] = [0.5] * MANY
+
+    def forward(x: Tensor) -> Tensor:
+        memory.append(0.1)
+        memory[-1] = x.detach().mean().item()
+        return x * memory[-1]
+
+    return steps(wrap, forward, lambda: [len(memory), memory[-1]])
+
+
+@programs.right
 def a_long_list_of_a_class_without_slices(wrap: Wrap) -> Any:
     memory = Doubled([1.0] * MANY)
 
