@@ -9,6 +9,7 @@ import pytest
 import torch
 from memory import allocated_by
 from oracle import assert_bitwise
+from several import each
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -93,7 +94,7 @@ def both(dtype: torch.dtype, results: Callable[[nn.Module, Tensor, Tensor], list
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+@each("loss", LOSSES, ids=[loss.__name__ for loss in LOSSES])
 def test_gradients_are_added_before_they_are_cast_back(loss: Loss, dtype: torch.dtype) -> None:
     def results(model: nn.Module, x: Tensor, targets: Tensor) -> list[Tensor]:
         value = loss(model(x).float(), targets)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import compare
+from several import each
 from torch import Tensor, nn
 
 import reactivate
@@ -122,12 +123,8 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 
-CASES = [(model, policy, "metadata") for model in MODELS for policy in POLICIES] + [
-    (model, policy, "first") for model, policy in zip(MODELS, POLICIES, strict=False)
-]
-
-
-@pytest.mark.parametrize(("model", "policy", "check"), CASES)
+@each("policy, check", [*((policy, "metadata") for policy in POLICIES), ("ops", "first")])
+@pytest.mark.parametrize("model", MODELS)
 def test_every_bit(model: str, policy: str, check: Any) -> None:
     for late in (0, 2):
 

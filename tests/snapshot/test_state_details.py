@@ -6,9 +6,9 @@ import collections
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from oracle import assert_bitwise
+from several import each
 from state_programs import Program, Programs, Wrap, backward, curve, gradients, leaf
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -196,7 +196,7 @@ def test_settings_are_the_same_with_the_same_autocast_only() -> None:
     assert plain.is_set() and not state.is_set()
 
 
-@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.name in GUARDED], ids=lambda flag: flag.name)
+@each("flag", [flag for flag in FLAGS if flag.name in GUARDED])
 def test_each_flag_that_the_guard_compares_is_seen_when_it_changes(flag: Flag) -> None:
     state, before = AmbientState(), flag.read()
     others = (

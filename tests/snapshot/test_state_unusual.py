@@ -15,6 +15,7 @@ import numpy
 import pytest
 import torch
 from oracle import trained
+from several import each
 from state_programs import Program, Programs, Wrap, check_program
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -467,10 +468,12 @@ def a_module_that_lists_its_parameters_itself(wrap: Wrap) -> Any:
     return [model.weight.grad]
 
 
-test_program = programs.test()
+@each("program", programs.listed, ids=list(map(str, programs.listed)))
+def test_programs(program: Program) -> None:
+    check_program(program)
 
 
-@pytest.mark.parametrize("program", programs.listed, ids=str)
+@each("program", programs.listed, ids=list(map(str, programs.listed)))
 def test_where_calls_are_not_compared(program: Program) -> None:
     def run(wrap: Wrap) -> Any:
         return program.run(lambda fn, **options: wrap(fn, check="metadata", **options))
