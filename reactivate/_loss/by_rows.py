@@ -26,7 +26,7 @@ _IGNORED = -100
 
 
 class Uses:
-    """How often a cast of logits is read: the gradients of several readers are added before they are cast back.
+    """The number of readers of a cast of logits: gradients of several are added before they are cast back.
 
     Attributes:
         count: of cross-entropies, and of tensors made of the cast or of a view of it.

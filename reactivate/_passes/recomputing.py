@@ -1,4 +1,4 @@
-"""What the user's code asks: whether it runs in a recomputation."""
+"""The question of user code whether it runs in a recomputation."""
 
 from __future__ import annotations
 

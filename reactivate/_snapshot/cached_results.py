@@ -1,4 +1,4 @@
-"""What a `functools.cache` has kept: a recomputation finds what its forward found, and computes what that computed."""
+"""The results in a `functools.cache`: a recomputation finds what its forward found, and computes what that computed."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ _GUARDED = {
 
 
 class NoGuard:
-    """What stands for a guard that compares nothing."""
+    """A guard that compares nothing, for where torch has none."""
 
     def check(self) -> bool:
         return True

@@ -189,7 +189,7 @@ def a_long_dict_that_counts_its_reads(wrap: Wrap) -> Any:
 
 
 def test_what_was_put_in_front_stays() -> None:
-    """It is not told from what came behind: nothing is taken off."""
+    """Nothing is taken off: it is not told from what came behind."""
     memory: deque[Any] = deque(range(MANY))
 
     def fn(x: Tensor) -> Tensor:
