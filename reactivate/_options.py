@@ -6,13 +6,11 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Literal, NoReturn, get_args
 
-from torch.nn import Module
-
 from reactivate._compilers.graph import contexts_for
 from reactivate._region.options import Options
 from reactivate._saved_calls.choice import Choice
 from reactivate._saved_calls.log import serve
-from reactivate._snapshot.kinds import owner_of_method
+from reactivate._snapshot.kinds import module_of_method
 from reactivate._text.words import described
 from reactivate._torch.dynamo import runs_while_traced
 from reactivate._types import DEVICE, Guard, Policy, Storage
@@ -76,8 +74,7 @@ def with_policy(options: Options, fn: Any, policy: Policy) -> Options:
         UsageError: `policy` is no policy.
     """
     check_policy(policy, "checkpoint(policy=...)")
-    owner = fn if isinstance(fn, Module) else owner_of_method(fn)
-    module = owner if isinstance(owner, Module) else None
+    module = module_of_method(fn)
     root = None if module is None else weakref.ref(module)
     unmatched = Unmatched(policy, "checkpoint", has_modules=module is not None)
     choice = serve(Choice(policy, unmatched, root, "", is_applied=False))

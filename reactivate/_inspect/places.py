@@ -12,7 +12,7 @@ from reactivate._modules.spans import SequentialSpan, SpanPlace
 from reactivate._modules.view import original_of
 from reactivate._passes.places import CodeLocation, line_of, modules_around, user_frame
 from reactivate._region.region import Region
-from reactivate._snapshot.kinds import owner_of_method
+from reactivate._snapshot.kinds import module_of_method
 
 SourcePlace = tuple[str, "str | None"]  # module path, source line
 
@@ -57,6 +57,4 @@ def codes_around(frame: FrameType) -> set[CodeType]:
 
 def module_of(region: Region) -> Module | None:
     """The module that is the region, if it is one."""
-    fn = region.fn
-    owner = fn if isinstance(fn, Module) else owner_of_method(fn)
-    return owner if isinstance(owner, Module) else None
+    return module_of_method(region.fn)

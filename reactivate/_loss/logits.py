@@ -131,7 +131,8 @@ class Logits(Tensor):
         first = args[0] if args else None
         if func is torch.autograd.grad:
             outputs, inputs = args  # as torch passes them, however they were given
-            return func(_plainly(outputs), _with_edges(inputs), **_plainly(kwargs))
+            # With respect to a cast: all that reads it leads to its place in the graph.
+            return func(_plainly(outputs), _with_each(Logits._edge, inputs), **_plainly(kwargs))
         if func in _OF_GRADIENTS and isinstance(first, Logits) and first._is_cast:
             first._uses.count += 2  # its gradient is looked at, and has to come
             return super().__torch_function__(func, types, args, kwargs)
@@ -148,11 +149,10 @@ class Logits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        leaves, structure = flatten((args, kwargs or {}))
+        leaves, _ = flatten((args, kwargs or {}))
         if func._schema.is_mutable and any(isinstance(leaf, Logits) and leaf._is_cast for leaf in leaves):
             raise UnsupportedError(f"{func} may modify a cast of logits, which the loss by rows does not make.")
-        args, kwargs = unflatten([_numbers(leaf) if isinstance(leaf, Logits) else leaf for leaf in leaves], structure)
-        return func(*args, **kwargs)
+        return func(*_with_each(_numbers, args), **_with_each(_numbers, kwargs or {}))
 
     def _as_dtype(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits | None:
         """Return the cast that a call asks for; None if it asks for something else."""
@@ -274,14 +274,13 @@ def _is_shaping(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _plainly(value: Any) -> Any:
-    leaves, structure = flatten(value)
-    return unflatten([leaf.plain() if isinstance(leaf, Logits) else leaf for leaf in leaves], structure)
+    return _with_each(Logits.plain, value)
 
 
-def _with_edges(value: Any) -> Any:
-    """Return what a gradient is asked for, with the place in the graph of each cast: all that reads it leads there."""
+def _with_each(replace: Callable[[Logits], Any], value: Any) -> Any:
+    """Return a value with something else in the place of each of its logits."""
     leaves, structure = flatten(value)
-    return unflatten([leaf._edge() if isinstance(leaf, Logits) else leaf for leaf in leaves], structure)
+    return unflatten([replace(leaf) if isinstance(leaf, Logits) else leaf for leaf in leaves], structure)
 
 
 def _numbers(logits: Logits) -> Tensor:

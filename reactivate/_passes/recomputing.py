@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reactivate._passes.current import is_recomputed, running_now
+from reactivate._passes.current import is_recomputed
 from reactivate._passes.logs import current_log
 
 _MAY_OMIT = "the region has asked is_recomputing() before it, so that its recomputation may leave calls out"
@@ -27,6 +27,6 @@ def is_recomputing() -> bool:
     """
     if is_recomputed():
         return True
-    if running_now() is not None and (log := current_log()) is not None:
+    if (log := current_log()) is not None:
         log.rerun_from_here(_MAY_OMIT)
     return False

@@ -115,8 +115,7 @@ def _recompute(region: Region, behind: FencedRecomputation | None = None) -> Non
         set_grad_enabled(True)
         if is_batched():
             _enter(unbatched(), entered)
-        if region.inputs or region.moment.states.tensors or region.reached is not None:
-            hide_graphs(region)
+        hide_graphs(region)
         if behind is None:
             args, kwargs = _arguments(region, memo)
             _enter_state_of_forward(region, memo, lock, entered)

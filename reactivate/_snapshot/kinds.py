@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from weakref import ProxyTypes
 
 import torch
+from torch.nn import Module
 
 from reactivate._snapshot.caches import cached_by_class
 from reactivate._snapshot.held import ATOMS
@@ -149,6 +150,12 @@ def is_random_source(kind: Any) -> bool:
 def owner_of_method(fn: Any) -> Any:
     """Return what a method is bound to; None of another object, whose `__getattr__` may raise or count anything."""
     return fn.__self__ if isinstance(fn, (MethodType, BuiltinFunctionType, MethodWrapperType)) else None
+
+
+def module_of_method(fn: Any) -> Module | None:
+    """Return the module that a function is, or of which it is a method; None if there is none."""
+    owner = fn if isinstance(fn, Module) else owner_of_method(fn)
+    return owner if isinstance(owner, Module) else None
 
 
 def asked_for(value: Any, name: str) -> Any:
