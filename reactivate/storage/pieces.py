@@ -38,9 +38,9 @@ class Piece:
 
     def holds(self, tensor: Tensor, extent: Extent) -> bool:
         """Return whether it has what `tensor` has in `extent` now."""
-        if not (self.extent.holds(extent) and self.extent.is_in(tensor)):
+        if not (self.memory.is_of(tensor) and self.extent.holds(extent) and self.extent.is_in(tensor)):
             return False
-        return self.memory.is_of(tensor, run_of(tensor, self.extent))
+        return self.memory.has_bits_of(run_of(tensor, self.extent))
 
     def _look_for_write(self, run: Tensor) -> bool:
         """Return whether the elements were written to while they waited."""

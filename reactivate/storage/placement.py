@@ -133,10 +133,12 @@ class Memory:
         self.checksum = _checksum_of(run)
         self._wrappers = [(wrapper.detach(), wrapper._version) for wrapper in wrappers]
 
-    def is_of(self, tensor: Tensor, run: Tensor) -> bool:
-        """Return whether these are still the contents of the same run of `tensor`. A device is waited for."""
-        if self._owner() is not owner_of(tensor) or tensor._version != self.version:
-            return False
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether it is that of `tensor`, and no version counter has seen a write since."""
+        return self._owner() is owner_of(tensor) and tensor._version == self.version
+
+    def has_bits_of(self, run: Tensor) -> bool:
+        """Return whether the contents are those that the same run has now. A device is waited for."""
         return isinstance(run, FakeTensor) or bool(_checksum_of(run) == self.checksum)
 
     def is_written(self, run: Tensor) -> bool:
