@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch.fx.traceback import get_current_meta, preserve_node_meta
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from reactivate._passes.observing import are_regions_off
 from reactivate._region.options import Options
 from reactivate._snapshot.kinds import asked_for
+from reactivate._torch.dynamo import DispatchMode
 from reactivate._torch.ops import flatten
 from reactivate.errors import UnsupportedError
 
@@ -48,7 +48,7 @@ def run_tagged(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: 
             return fn(*args, **kwargs)
 
 
-class _Tags(TorchDispatchMode):
+class _Tags(DispatchMode):
     """Tells the tracer what becomes of the node that it makes next."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

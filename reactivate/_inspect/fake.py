@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._inspect.collectives import is_collective, simulated_collective
 from reactivate._inspect.known_results import KnownCalls, KnownResults
 from reactivate._inspect.sharded import sharding_faked
 from reactivate._snapshot.call import Call
+from reactivate._torch.dynamo import DispatchMode
 from reactivate._torch.modes import FakeTensor, FakeTensorMode, device_of, unset_fake_temporarily
 from reactivate._torch.modules import are_made_of_tensors, layouts_unseen, sharded_in, without_reducing
 from reactivate._torch.ops import DEVICE_QUERY, flatten, leaves_at_op, tensors_at_op, unflatten
@@ -110,7 +110,7 @@ def _has_values(tensor: Tensor) -> bool:
     return not (is_scale or has_no_memory(tensor)) and type(tensor) is Tensor
 
 
-class _Values(TorchDispatchMode):
+class _Values(DispatchMode):
     """Computes what depends on no fake tensor, unless it is large; moves generators on where an op would have drawn.
 
     Args:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tag, Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._passes.logs import unseen
 from reactivate._passes.places import CodeLocation, line_of, user_frame_inside
+from reactivate._torch.dynamo import DispatchMode
 from reactivate._torch.modes import (
     STAND_INS,
     dispatch_modes,
@@ -69,7 +69,7 @@ class LoggedOp:
         return f"{self.name} -> {results or 'nothing'}   at {line_of(site)}"
 
 
-class OpLog(TorchDispatchMode):
+class OpLog(DispatchMode):
     """Writes down every op under it, and calls `check` with all of them after each."""
 
     is_of_users_ops = True  # what a region does beside them is no op of its function

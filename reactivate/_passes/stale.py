@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._snapshot.geometry import memory_of
 from reactivate._torch.asking import asking
 from reactivate._torch.autograd import innermost_pack_hook
+from reactivate._torch.dynamo import DispatchMode
 from reactivate._torch.ops import call_counted, is_view, leaves_at_op, written_values
 from reactivate.errors import MutationError
 
@@ -38,7 +38,7 @@ _around: ContextVar[tuple[StaleReads, ...]] = ContextVar("reactivate.stale_reads
 """The active watches around the code that runs, also on a thread that runs a backward for it."""
 
 
-class StaleReads(TorchDispatchMode):
+class StaleReads(DispatchMode):
     """Refuses to save what comes from one of `tensors`, which have been modified, or from memory of theirs.
 
     Memory that the recomputation itself has filled may be read, in the same shape.

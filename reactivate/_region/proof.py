@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._passes.oplog import checksum
 from reactivate._snapshot.geometry import memory_of
@@ -22,6 +21,7 @@ from reactivate._snapshot.held import WeakTensor
 from reactivate._snapshot.inputs import WrittenInput
 from reactivate._snapshot.shadows import note_written
 from reactivate._snapshot.tensor_states import version_of
+from reactivate._torch.dynamo import DispatchMode
 from reactivate._torch.modes import run_unseen
 from reactivate._torch.ops import call_counted, flatten
 from reactivate._types import Unrestored
@@ -91,7 +91,7 @@ def _checksums(result: Any) -> list[Any]:
     ]
 
 
-class RenormsOnce(TorchDispatchMode):
+class RenormsOnce(DispatchMode):
     """Skips the renormalisation of embeddings that the forward has done: it would move some rows again."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

@@ -22,6 +22,7 @@ from reactivate._passes.stale import is_of_a_write
 from reactivate._saved_calls.saved_call import Kept
 from reactivate._text.warnings import warn
 from reactivate._torch.autograd import counting_versions
+from reactivate._torch.dynamo import DispatchMode
 from reactivate._torch.ops import flatten, returns_arguments, unflatten
 from reactivate._types import Storage
 from reactivate.guards import ContextPair
@@ -138,7 +139,7 @@ class _Offloaded(AbstractContextManager[Any]):
             yield entered
 
 
-class _Answers(TorchDispatchMode):
+class _Answers(DispatchMode):
     """Answers calls with what was offloaded of them."""
 
     supports_higher_order_operators = True

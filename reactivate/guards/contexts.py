@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._backends import backends
 from reactivate._text.words import described
+from reactivate._torch.dynamo import DispatchMode
 from reactivate._types import Call, Guard
 from reactivate.errors import UsageError
 
@@ -102,7 +103,7 @@ def _write_next(remaining: Iterator[Any], write: Callable[[Any], Any]) -> None:
         return
 
 
-class _Streams(TorchDispatchMode):
+class _Streams(DispatchMode):
     """Calls `after(read, write)` after each random op, with functions for the state of its generator."""
 
     def __init__(self, after: Callable[[Callable[[], Any], Callable[[Any], Any]], None]) -> None:

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._inspect.collectives import skipped_collective
 from reactivate._inspect.sharded import resetting_sharding
 from reactivate._model.apply import apply, paused
 from reactivate._passes.current import is_recomputed
 from reactivate._text.words import described
+from reactivate._torch.dynamo import DispatchMode
 from reactivate._torch.modules import (
     has_rebuilt_buckets,
     has_unreduced_gradients,
@@ -178,7 +178,7 @@ class RankStep:
         return ""
 
 
-class _CatchUpMode(TorchDispatchMode):
+class _CatchUpMode(DispatchMode):
     """Leaves out the collectives that this rank has issued before.
 
     Args:

@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._model.apply import apply
 from reactivate._modules.paths import is_below
@@ -27,6 +26,7 @@ from reactivate._region.region import Region
 from reactivate._saved_calls.saved_call import Kept
 from reactivate._torch.asking import asking
 from reactivate._torch.autograd import SavedTensor, data_of
+from reactivate._torch.dynamo import DispatchMode
 from reactivate._torch.modules import without_reducing
 from reactivate._torch.ops import flatten
 from reactivate._types import Action, Recompute, Save, Site
@@ -137,7 +137,7 @@ class _SaveAll(OfPlanner):
         return self if path in self._recorded else Assignment({})
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """Observes regions, and adds up the time of ops by calls."""
 
     def __init__(self, policy: _SaveAll, recorded: Collection[str], costs: Costs) -> None:

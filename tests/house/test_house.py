@@ -119,6 +119,21 @@ def test_import_brings_in_little_and_a_first_region_what_it_runs_on() -> None:
     assert not [name for name in found if name.startswith(tuple(f"reactivate.{room}" for room in above))]
 
 
+INSPECTED = """
+import reactivate
+net, x = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), torch.ones(1, 2)
+reactivate.plan(net, x, budget="100%")
+reactivate.explain(net, x)
+"""
+
+
+def test_planning_and_inspecting_bring_in_no_compiler() -> None:
+    """torch imports its own where a mode of ops is first told of one: that takes 3 seconds."""
+    found = brought_in(f"exec({INSPECTED!r})")
+    assert {"reactivate.planner.api", "reactivate._inspect.explain"} <= set(found)
+    assert not [name for name in found if name.startswith(("torch._dynamo", "torch._inductor"))]
+
+
 def test_everything_brings_in_torch_and_nothing_else() -> None:
     """Imports make an import slow: of these there is the standard library and this package."""
     found = brought_in(EVERYTHING)

@@ -91,6 +91,29 @@ def frames_are_left_to_eager() -> None:
     assert traced == [False]
 
 
+@needs("DispatchMode")
+def modes_are_left_to_eager() -> None:
+    """Neither the method of a mode nor what it calls is compiled, also where a compiled function leaves an op to eager."""
+    traced: list[bool] = []
+
+    def called(func: Any, args: Any, kwargs: Any) -> Any:
+        traced.append(torch.compiler.is_compiling())
+        return func(*args, **(kwargs or {}))
+
+    class Own(room.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return called(func, args, kwargs)
+
+    def left(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x.sin()
+
+    with Own():
+        torch.compile(left, backend="eager")(torch.ones(2))
+        torch.compile(torch.Tensor.sin, backend="eager")(torch.ones(2))
+    assert traced and not any(traced)
+
+
 @needs("leave_out_of_graphs")
 def a_function_is_called_and_not_traced() -> None:
     traced: list[bool] = []

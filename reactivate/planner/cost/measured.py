@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.profiler import record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from reactivate._torch.dynamo import DispatchMode
 from reactivate.planner.cost import roofline
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.cost.op_costs import Key, MeasuredCosts, op_key, result_sizes, without_strides
@@ -68,7 +68,7 @@ def measure(step: Callable[[], object], device: torch.device, spec: DeviceSpec, 
     return Sample(seen, meter.modelled)
 
 
-class _Meter(TorchDispatchMode):
+class _Meter(DispatchMode):
     """Times each op. On an accelerator the queue is emptied around it, and the allocator asked for its peak.
 
     Args:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._inspect.fake import faked, has_no_memory
 from reactivate._region.accounts import Ledger
+from reactivate._torch.dynamo import DispatchMode
 from reactivate._torch.ops import flatten
 from reactivate.planner.contents import Fixed
 from reactivate.planner.cost.devices import DeviceSpec
@@ -90,7 +90,7 @@ def optimizer_memory(optimizer: Optimizer | None, model: Module, costs: Costs, d
     return Ledger().enter_all(state), trace.peak_bytes
 
 
-class _AnyValue(TorchDispatchMode):
+class _AnyValue(DispatchMode):
     """Answer an optimizer that asks for a number, as for a norm: any will do, since memory does not depend on it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._inspect.fake import has_no_memory
 from reactivate._torch.asking import asking
+from reactivate._torch.dynamo import DispatchMode
 from reactivate._torch.modes import NEEDS_NUMBERS, FakeTensor, device_of, lacks_values
 from reactivate._torch.ops import DEVICE_QUERY, leaves_at_op, returns_arguments
 from reactivate.planner.trace.value_names import ValueNames
@@ -101,7 +101,7 @@ class _Mode:
         self._names, self._answers = names, answers
 
 
-class _RecordMode(_Mode, TorchDispatchMode):
+class _RecordMode(_Mode, DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         call = self._names.call(func, args, kwargs)
@@ -112,7 +112,7 @@ class _RecordMode(_Mode, TorchDispatchMode):
         return result
 
 
-class _AnswerMode(_Mode, TorchDispatchMode):
+class _AnswerMode(_Mode, DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is DEVICE_QUERY and isinstance(args[0], FakeTensor):

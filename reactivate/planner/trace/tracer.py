@@ -20,7 +20,6 @@ from torch.nn import Module
 from torch.nn.functional import multi_head_attention_forward
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reactivate._loss.logits import Logits
 from reactivate._passes.current import is_recomputed
@@ -29,6 +28,7 @@ from reactivate._region.accounts import copied_inputs, held_by_guards, put_aside
 from reactivate._region.region import Region
 from reactivate._torch.asking import asking, show_inside
 from reactivate._torch.autograd import current_node_number, next_node_number
+from reactivate._torch.dynamo import DispatchMode
 from reactivate._torch.modes import FakeTensor, device_of, is_dispatch_mode_active
 from reactivate._torch.modules import are_made_of_tensors, layouts_unseen
 from reactivate._torch.ops import DEVICE_QUERY, tensor_positions, tensors_at_op, written_arguments
@@ -109,7 +109,7 @@ def traced(
         tracer.trace.stored_bytes, tracer.trace.failures = rehearsal.most_stored_bytes, rehearsal.failures
 
 
-class _Tracer(TorchDispatchMode):
+class _Tracer(DispatchMode):
     def __init__(
         self,
         units: Mapping[int, str],
