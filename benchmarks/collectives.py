@@ -22,8 +22,9 @@ import torch
 from _presentation import Table, describe_machine, write
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import process_group_worker
 from process_group_worker import PROGRAMS
-from process_groups import finish, start
+from process_groups import output_of, run_ranks
 
 PROCESSES = 2
 WAYS = {"plain": "plain", "torch": "torch's checkpoint", "ours": "reactivate", "saving": "collectives saved"}
@@ -38,13 +39,13 @@ def measure(names: Sequence[str], processes: int = PROCESSES) -> list[dict[str, 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        finish(start(processes, directory, names))
+        run_ranks(process_group_worker.__file__, processes, directory, *names)
         for index, name in enumerate(names):
             reports = []
             for rank in range(processes):
                 file = directory / f"report-{rank}-{index}"
                 if not file.exists():
-                    raise RuntimeError(f"{name}: no report\n{(directory / f'output-{rank}').read_text()}")
+                    raise RuntimeError(f"{name}: no report\n{output_of(directory, rank)}")
                 reports.append(json.loads(file.read_text()))
                 if reports[-1]["error"] is not None:
                     raise RuntimeError(f"{name}: {reports[-1]['error']}")

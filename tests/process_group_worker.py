@@ -1,12 +1,13 @@
-"""One of the processes of `test_process_groups`.
+"""The processes of `test_process_groups`.
 
-    python process_group_worker.py RANK PROCESSES DIRECTORY NAME...
+    python process_group_worker.py PROCESSES DIRECTORY NAME...
 
 Each program and each failure has a process group of its own, and a report in the directory.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -29,6 +30,7 @@ from process_group_programs import (
     Wrap,
     ways_of,
 )
+from process_groups import fork_ranks
 from torch.utils.checkpoint import CheckpointError
 
 from reactivate._passes.observing import observed_by
@@ -66,7 +68,7 @@ def run_program(name: str, report: dict[str, Any]) -> None:
             assert_bitwise(value, found[way][key], f"{way}: {key}")
 
 
-def main(rank: int, processes: int, directory: Path, names: list[str]) -> None:
+def main(processes: int, directory: Path, names: list[str], rank: int) -> None:
     torch.set_num_threads(1)
     for index, name in enumerate(names):
         report: dict[str, Any] = {"error": None}
@@ -96,4 +98,5 @@ def main(rank: int, processes: int, directory: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    processes, directory, names = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
+    fork_ranks(processes, directory, functools.partial(main, processes, directory, names))

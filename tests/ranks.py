@@ -3,7 +3,7 @@
 A module of cases has a table `CASES`: {name: Case}. `outcomes` starts the processes that they need, once for each number of
 ranks; each case has a process group of its own, and a report of its own in a directory.
 
-    python ranks.py MODULE COUNT RANK DIRECTORY
+    python ranks.py RANKS DIRECTORY MODULE PROCESSES
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import functools
 import importlib
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -26,8 +25,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import fork_ranks, output_of, run_ranks, wait_for
 
-PATIENCE_SECONDS = 600.0  # after which what has no report is a failure
 TIMEOUT = timedelta(seconds=30)
 LATE_SECONDS = 20.0  # after which an error came too late
 
@@ -98,44 +97,17 @@ def errors_of(module: str, name: str, factory: pytest.TempPathFactory) -> list[s
     try:
         directory.mkdir()
     except FileExistsError:  # another test, or another of xdist's workers, has come first, and runs them for all
-        _wait_for(done.exists)
+        wait_for(done.exists)
     else:
-        _run_all(module, wanted, directory)
+        run_ranks(__file__, wanted.ranks, directory, module, wanted.processes)
         done.touch()
     found = []
     for rank in range(1 if wanted.is_killed else wanted.ranks):
         report = directory / f"{name}-{rank}"
-        error = (
-            json.loads(report.read_text())
-            if report.exists()
-            else "no report\n" + (directory / f"out-{rank}").read_text()
-        )
+        error = json.loads(report.read_text()) if report.exists() else "no report\n" + output_of(directory, rank)
         if error:
             found.append(f"rank {rank}:\n{error}")
     return found
-
-
-def _run_all(module: str, wanted: Case, directory: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    processes = []
-    for rank in range(wanted.ranks):
-        command = [sys.executable, __file__, module, wanted.processes, str(rank), str(directory)]
-        with (directory / f"out-{rank}").open("w") as output:
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
-    try:
-        _wait_for(lambda: all(process.poll() is not None for process in processes))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def _wait_for(is_over: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not is_over() and time.monotonic() < end:
-        time.sleep(0.05)
 
 
 @contextmanager
@@ -148,9 +120,14 @@ def _process_group(one: Case, rank: int, store: Path) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _main(module: str, processes: str, rank: int, directory: Path) -> None:
+def _main(ranks: int, directory: Path, module: str, processes: str) -> None:
+    cases = importlib.import_module(module).CASES
+    fork_ranks(ranks, directory, functools.partial(_run_cases, cases, processes, directory))
+
+
+def _run_cases(cases: Cases, processes: str, directory: Path, rank: int) -> None:
     torch.set_num_threads(1)
-    for name, one in importlib.import_module(module).CASES.items():
+    for name, one in cases.items():
         if one.processes != processes:
             continue
         error = ""
@@ -165,4 +142,4 @@ def _main(module: str, processes: str, rank: int, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]))
+    _main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

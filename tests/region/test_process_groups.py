@@ -11,11 +11,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import process_group_worker
 import pytest
 from process_group_programs import PATCHED, TIMEOUT_SECONDS, ways_of
 from process_group_worker import FAILURES, PROGRAMS
-from process_groups import finish, start, wait_for
+from process_groups import output_of, run_ranks, wait_for
 
+WORKER = process_group_worker.__file__
 ON_FOUR = ("fsdp, parts", "sequence parallel", "context parallel", "experts", "pipeline, zero bubble", PATCHED)
 PROGRAMS_OF = {2: [*PROGRAMS], 4: [name for name in ON_FOUR if name in PROGRAMS]}
 GATHERS = ("allgather", "allgather_base", "all_gather_into_tensor")
@@ -30,12 +32,12 @@ def reports_of(processes: int, name: str, base: Path) -> list[dict[str, Any]]:
     except FileExistsError:  # they run already, or have run
         wait_for(done.exists)
     else:
-        finish(start(processes, directory, PROGRAMS_OF[processes]))
+        run_ranks(WORKER, processes, directory, *PROGRAMS_OF[processes])
         done.touch()
     reports = []
     for rank in range(processes):
         file = directory / f"report-{rank}-{PROGRAMS_OF[processes].index(name)}"
-        assert file.exists(), f"process {rank} did not come to the end:\n{(directory / f'output-{rank}').read_text()}"
+        assert file.exists(), f"process {rank} did not come to the end:\n{output_of(directory, rank)}"
         reports.append(json.loads(file.read_text()))
     return reports
 
@@ -112,9 +114,9 @@ def test_the_choice_of_a_kernel_holds_in_a_recomputation(
 )
 def test_every_process_ends_with_an_error(name: str, tmp_path: Path) -> None:
     """A process that dies, and ones that disagree: nobody waits longer than the process group's timeout."""
-    statuses = finish(start(2, tmp_path, [name]))
+    statuses = run_ranks(WORKER, 2, tmp_path, name)
     for rank, status in enumerate(statuses):
-        output = (tmp_path / f"output-{rank}").read_text()
+        output = output_of(tmp_path, rank)
         assert status is not None, f"process {rank} hangs:\n{output}"
         if status == 0:
             report = json.loads((tmp_path / f"report-{rank}-0").read_text())
