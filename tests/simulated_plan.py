@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import simulated
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate.planner.cost.allocator import CachingAllocator, MemoryBlock
+from reactivate.planner.cost.stretches import nothing_collected
 from reactivate.planner.plan import Plan
 from reactivate.storage import Host
 
@@ -83,6 +85,43 @@ def test_a_plan_with_the_host_holds_to_the_byte_and_is_bitwise(last: int, ahead:
             assert all(map(torch.equal, expected, gradients(model, x)))
             handle.remove()
             gc.collect()
+
+
+def test_garbage_that_goes_while_an_op_is_measured_is_not_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated.accelerator("late") as device:
+        model = a_model().to(device)
+        x = torch.randn(BATCH, WIDTH).to(device)
+        expected = least_of(planned(model, x, "100%"))
+        reset = torch.accelerator.reset_peak_memory_stats
+        found = []
+
+        def reset_amid_garbage() -> None:
+            garbage: list[Any] = [torch.empty(4096, device=device)]
+            garbage.append(garbage)
+            found.append(ref(garbage[0]))
+            del garbage
+            reset()
+            [[] for _ in range(2 * gc.get_threshold()[0])]  # so many objects that the collector runs, if it is on
+
+        monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset_amid_garbage)
+        assert least_of(planned(model, x, "100%")) == expected
+        assert len(found) > 100 and found[0]() is None
+
+
+class Littering(nn.Module):
+    """Leaves a tensor in a cycle of objects, which lives until the garbage collector comes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        cycle: list[Any] = [x.detach() * 2]
+        cycle.append(cycle)
+        return x
+
+
+def test_garbage_that_steps_leave_is_not_there_all_the_time() -> None:
+    with simulated.accelerator("late") as device, nothing_collected():
+        model = nn.Sequential(a_model(), Littering()).to(device)
+        plan = planned(model, torch.randn(BATCH, WIDTH).to(device), "100%")
+        assert plan.fixed.others == 0
 
 
 class Reserving:

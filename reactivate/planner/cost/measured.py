@@ -25,7 +25,7 @@ from reactivate._torch.dynamo import DispatchMode
 from reactivate.planner.cost import roofline
 from reactivate.planner.cost.devices import DeviceSpec
 from reactivate.planner.cost.op_costs import Key, MeasuredCosts, op_key, result_sizes, without_strides
-from reactivate.planner.cost.stretches import profiled
+from reactivate.planner.cost.stretches import nothing_collected, profiled
 from reactivate.planner.progress import Tell
 from reactivate.planner.step import TrainingStep
 from reactivate.planner.target import Target, is_alone
@@ -87,7 +87,8 @@ class _Meter(DispatchMode):
         kwargs = kwargs or {}
         key = op_key(func, args, kwargs)
         run = self._on_cpu if self._is_cpu else self._on_accelerator
-        result, seconds, top = run(func, args, kwargs)
+        with nothing_collected():
+            result, seconds, top = run(func, args, kwargs)
         self.seen.append((key, Cost(seconds, top, tuple(result_sizes(result)) if self._takes_memory else ())))
         if key not in self.modelled:
             self.modelled[key] = roofline.seconds_of(func, args, kwargs, result, self._spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -51,6 +52,7 @@ def others_on(device: torch.device, step: TrainingStep, optimizer: Optimizer | N
     state = [] if optimizer is None else _state_of(optimizer)
     leaves = [*parameters, *model.buffers(), *gradients, *state, *flatten((step.args, step.kwargs))[0]]
     own = Ledger().enter_all(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type == device.type)
+    gc.collect()  # what steps have left in cycles will go
     return max(int(torch.accelerator.memory_allocated(device)) - own, 0)  # buckets among it
 
 

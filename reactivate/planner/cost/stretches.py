@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import time
@@ -29,6 +30,18 @@ class Stretch(NamedTuple):
     top_bytes: int
     live_bytes: int
     seconds: float = 0.0
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Pause the garbage collector: what it frees while memory is looked at would count for, or against, what runs then."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 Marked = tuple[Callable[[], None], list[Stretch]]
@@ -124,8 +137,9 @@ def _between_marks(profiler: Any) -> Iterator[Stretch]:
 @contextmanager
 def _allocated() -> Iterator[Marked]:
     torch.accelerator.synchronize()
-    torch.accelerator.reset_peak_memory_stats()
-    first, found = torch.accelerator.memory_allocated(), list[Stretch]()
+    with nothing_collected():
+        torch.accelerator.reset_peak_memory_stats()
+        first, found = torch.accelerator.memory_allocated(), list[Stretch]()
 
     def mark() -> None:
         top, live = torch.accelerator.max_memory_allocated() - first, torch.accelerator.memory_allocated() - first
