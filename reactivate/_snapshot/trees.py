@@ -283,7 +283,7 @@ def tree_under(roots: Sequence[Module]) -> Tree:
         whole_trees.keep(roots[0], tree)
     tree.parts.hold()
     if len(tree.modules) > LARGE_TREE and not (walk.scripts or walk.is_lazy or fences()):
-        for root in walk.roots:
+        for root in roots:  # what else they lead to may be small
             if root._modules:
                 large_roots.add(root)
                 if walk.code.may_write_unseen():

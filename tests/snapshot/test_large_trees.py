@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 import reactivate
 from reactivate._snapshot.reached_modules import ReachedModules
-from reactivate._snapshot.trees import LARGE_TREE
+from reactivate._snapshot.trees import LARGE_TREE, large_roots
 
 WIDTH, STEPS = 4, 4
 
@@ -153,6 +153,15 @@ def test_models_of_other_threads_do_not_concern_a_region() -> None:
     asked.put(False)
     thread.join()
     assert [*seen][-2:] == [STEPS - 1, STEPS]
+
+
+def test_a_small_block_that_a_large_model_leads_to_is_noted_at_once() -> None:
+    """The model has it in a list: no child, but a module to look at."""
+    model = Model(by_name)
+    block = nn.Sequential(Count())
+    model.others = [block]  # type: ignore[assignment]
+    reactivate.checkpoint(model)(leaf(3, WIDTH)).sum().backward()
+    assert large_roots.has(model) and not large_roots.has(block)
 
 
 def test_nothing_is_left_to_the_collector() -> None:
