@@ -20,7 +20,6 @@ from types import CodeType
 from typing import Any
 from weakref import WeakSet, ref
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
@@ -29,7 +28,7 @@ from reactivate._backends import synchronize
 from reactivate._inspect.entries import Entry
 from reactivate._inspect.explanation import Explanation
 from reactivate._inspect.places import SourcePlace, SourcePlaces, module_of
-from reactivate._inspect.step import Step, cotangents, leaves_of
+from reactivate._inspect.step import Step, gradients_of, leaves_of
 from reactivate._modules.blocks import blocks_of
 from reactivate._modules.spans import paths_in
 from reactivate._passes.current import is_recomputed, running_now
@@ -151,7 +150,7 @@ class ExplainedStep(Step):
                 output = model(*self.args, **self.kwargs)
             roots = self._roots_of(leaves_of("output", output).values())
             self._count_kept()
-            torch.autograd.grad(roots, list(self.inputs.values()), cotangents(roots), allow_unused=True)
+            gradients_of(roots, list(self.inputs.values()))
 
     def _known(self) -> Iterator[Tensor]:
         """List what is there anyway: parameters, buffers, and leaves that the function closes over."""

@@ -139,8 +139,7 @@ class Step:
             output = model(*self.args, **self.kwargs)
         outputs = leaves_of("output", output)
         roots = self._roots_of(outputs.values())
-        inputs = list(self.inputs.values())
-        gradients = torch.autograd.grad(roots, inputs, cotangents(roots), allow_unused=True)
+        gradients = gradients_of(roots, list(self.inputs.values()))
         for name, leaf in outputs.items():
             run.results[name] = leaf.detach().clone()
         for name, gradient in zip(self.inputs, gradients):
@@ -183,10 +182,30 @@ def _leaves_requiring_grad(name: str, value: Any) -> dict[str, Tensor]:
     return {path: leaf for path, leaf in leaves_of(name, value).items() if leaf.requires_grad}
 
 
-def cotangents(roots: list[Tensor]) -> list[Tensor]:
-    """A gradient for each output that has no symmetry: the sum of a softmax, say, would have gradient zero."""
+class _Total(torch.autograd.Function):
+    """A number with given gradients with respect to the outputs of a step.
+
+    (To pass these to torch.autograd.grad would import sympy, which takes longer than most steps.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *roots: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros((), device=roots[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
+        return None, *ctx.gradients
+
+
+def gradients_of(roots: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """Run the backward from the outputs of a step, with a gradient for each that has no symmetry.
+
+    (With ones, the sum of a softmax, say, would have gradient zero.)
+    """
     generator = torch.Generator().manual_seed(0)
-    return [
+    given = [
         torch.randn(root.shape, generator=generator, dtype=torch.float32).to(device=root.device, dtype=root.dtype)
         for root in roots
     ]
+    return torch.autograd.grad(_Total.apply(given, *roots), inputs, allow_unused=True)
