@@ -22,7 +22,9 @@ from reactivate._model.cache_watch import Caller, called
 from reactivate._passes.observing import without_regions
 from reactivate._region.due import uncounted
 from reactivate._text.keywords import refuse_unknown
+from reactivate._torch.modes import lacks_values
 from reactivate._types import Policy
+from reactivate.errors import UnsupportedError
 from reactivate.policies._base import check_policy
 
 
@@ -52,6 +54,7 @@ def explain(
 
     Raises:
         UsageError: nothing that comes out requires a gradient.
+        UnsupportedError: the step cannot run on fake tensors.
 
     Examples:
         >>> import torch, reactivate
@@ -65,7 +68,7 @@ def explain(
     args, kwargs = example_of("explain", model, args, kwargs)
     around = codes_around(_getframe(1))
     with called(Caller("explain")):
-        return _explained(model, args, kwargs, around, fake)
+        return _explained("explain", model, args, kwargs, around, fake)
 
 
 @refuse_unknown
@@ -94,6 +97,7 @@ def compare(
 
     Raises:
         UsageError: nothing that comes out requires a gradient; or `policy` matches nothing.
+        UnsupportedError: the step cannot run on fake tensors.
 
     Examples:
         >>> import torch, reactivate
@@ -107,12 +111,12 @@ def compare(
     with called(Caller("compare")):
         check_policy(policy, "compare(policy=...)")
         with without_regions():
-            before = _explained(model, args, kwargs, around, fake)
+            before = _explained("compare", model, args, kwargs, around, fake)
         with under(policy, model) as changed:
-            return Comparison(before, _explained(changed, args, kwargs, around, fake))
+            return Comparison(before, _explained("compare", changed, args, kwargs, around, fake))
 
 
-def _explained(model: Any, args: Any, kwargs: Any, around: set[CodeType], fake: bool | None) -> Explanation:
+def _explained(asked: str, model: Any, args: Any, kwargs: Any, around: set[CodeType], fake: bool | None) -> Explanation:
     is_fake = any(map(has_no_memory, tensors_of(model, args, kwargs))) if fake is None else fake
     with ExitStack() as stack:
         if is_fake:
@@ -121,7 +125,17 @@ def _explained(model: Any, args: Any, kwargs: Any, around: set[CodeType], fake: 
             Step(model, args, kwargs).run(model)  # the first run of anything is slow, and times are wanted
             torch.clear_autocast_cache()  # a step of its own casts its weights itself
         trace = ExplainedStep(model, args, kwargs, around, is_fake)
-        trace.run(model)
+        try:
+            trace.run(model)
+        except Exception as error:
+            if not (is_fake and lacks_values(error)):
+                raise
+            first_line = str(error).partition("\n")[0]
+            raise UnsupportedError(
+                f"{asked}: the step cannot run on fake tensors ({type(error).__name__}: {first_line}). If that is a mistake "
+                "of the step's, as shapes that do not fit are, mend it. If the step needs the values of tensors, as the counts "
+                f"of a router are, call {asked} with tensors that have values, and without fake=True."
+            ) from error
     return trace.explanation()
 
 

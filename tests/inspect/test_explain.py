@@ -14,15 +14,16 @@ import explain_cases
 import pytest
 import torch
 from explain_cases import RNG_BYTES, Block, Model, every_model, made, prepared
-from oracle import assert_bitwise, random_states
+from oracle import assert_bitwise, leaf, random_states
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import reactivate
-from reactivate._inspect.explain import explain
+from reactivate._inspect.explain import compare, explain
 from reactivate._inspect.explanation import Entry, Explanation
 from reactivate._passes.observing import observed_by
 from reactivate._torch.modes import FakeTensorMode
+from reactivate.errors import UnsupportedError
 from reactivate.policies import first_match, full, save_modules, save_ops
 
 REGIONS = {"plain": 0, "every second": 2, "nested": 8, "nested, saved": 8}
@@ -225,6 +226,18 @@ def test_what_a_storage_takes_is_offloaded() -> None:
     assert explanation.offloaded_bytes == 4 * 5 * 16 * 4
     text = explanation.text(plain=True)
     assert "save to Shelf" in text and "1.25 KiB offloaded" in text
+
+
+def test_a_step_that_needs_values_is_refused_on_fake_tensors_in_words() -> None:
+    def chosen(x: Tensor) -> Tensor:
+        h = x.sin()
+        return h.tanh() if h.sum().item() > 0 else h.cos()
+
+    with pytest.raises(UnsupportedError, match=r"explain: .*_local_scalar_dense.* without fake=True"):
+        explain(chosen, leaf(4), fake=True)
+    with pytest.raises(UnsupportedError, match=r"compare: "):
+        compare(chosen, leaf(4), policy=full(), fake=True)
+    assert explain(chosen, leaf(4)).kept_bytes
 
 
 @pytest.mark.parametrize("fake", [False, True])
