@@ -133,8 +133,8 @@ def _explained(asked: str, model: Any, args: Any, kwargs: Any, around: set[CodeT
             first_line = str(error).partition("\n")[0]
             raise UnsupportedError(
                 f"{asked}: the step cannot run on fake tensors ({type(error).__name__}: {first_line}). If that is a mistake "
-                "of the step's, as shapes that do not fit are, mend it. If the step needs the values of tensors, as the counts "
-                f"of a router are, call {asked} with tensors that have values, and without fake=True."
+                "of the step's, as shapes that do not fit are, mend it. If the step needs the values of tensors, as the "
+                f"counts of a router are, call {asked} with tensors that have values, and without fake=True."
             ) from error
     return trace.explanation()
 
