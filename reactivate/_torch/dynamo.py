@@ -56,8 +56,8 @@ def leave_to_eager(code: CodeType) -> None:
 class DispatchMode(TorchDispatchMode):
     """A mode that is told of ops, and that torch.compile leaves to eager.
 
-    torch wraps the methods of other modes for that: their first op imports torch._dynamo, which takes 3 seconds, and each
-    one takes 2 us more.
+    torch wraps the methods of other modes for that: the first op that one is told of imports torch._dynamo, which takes
+    seconds, and each op takes longer.
     """
 
     @classmethod
