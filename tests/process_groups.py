@@ -18,12 +18,11 @@ def run_ranks(script: str, ranks: int, directory: Path, *arguments: str) -> list
 
     Each rank writes to `output-RANK` in the directory. Returns its exit code, or None for one that came to no end.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
     command = [sys.executable, script, str(ranks), str(directory), *arguments]
     with (directory / "output").open("w") as output:
-        started = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        started = subprocess.Popen(
+            command, env=environment_of_ranks(), stdout=output, stderr=output, start_new_session=True
+        )
     try:
         wait_for(lambda: started.poll() is not None)
     finally:
@@ -32,6 +31,14 @@ def run_ranks(script: str, ranks: int, directory: Path, *arguments: str) -> list
         started.wait()
     codes = [directory / f"exit-code-{rank}" for rank in range(ranks)]
     return [int(code.read_text()) if code.exists() else None for code in codes]
+
+
+def environment_of_ranks() -> dict[str, str]:
+    """Return the variables of processes that talk to each other on this machine."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    return environment
 
 
 def fork_ranks(ranks: int, directory: Path, run: Callable[[int], None]) -> None:
@@ -57,7 +64,7 @@ def output_of(directory: Path, rank: int) -> str:
     return "".join(file.read_text() for file in files if file.exists())
 
 
-def wait_for(is_over: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
+def wait_for(is_over: Callable[[], bool], patience: float = PATIENCE_SECONDS) -> None:
+    end = time.monotonic() + patience
     while not is_over() and time.monotonic() < end:
         time.sleep(0.05)

@@ -1,6 +1,6 @@
 """Cases that run on several processes of gloo.
 
-A module of cases has a table `CASES`: {name: Case}. `outcomes` starts the processes that they need, once for each number of
+A module of cases has a table `CASES`: {name: Case}. `errors_of` starts the processes that they need, once for each number of
 ranks; each case has a process group of its own, and a report of its own in a directory.
 
     python ranks.py RANKS DIRECTORY MODULE PROCESSES

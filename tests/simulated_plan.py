@@ -11,12 +11,12 @@ from weakref import ref
 import pytest
 import simulated
 import torch
+from memory import without_collector
 from residual import Block, Residual
 from torch import Tensor, nn
 
 import reactivate
 from reactivate.planner.cost.allocator import CachingAllocator, MemoryBlock
-from reactivate.planner.cost.stretches import nothing_collected
 from reactivate.planner.plan import Plan
 from reactivate.storage import Host
 
@@ -118,7 +118,7 @@ class Littering(nn.Module):
 
 
 def test_garbage_that_steps_leave_is_not_there_all_the_time() -> None:
-    with simulated.accelerator("late") as device, nothing_collected():
+    with simulated.accelerator("late") as device, without_collector():
         model = nn.Sequential(a_model(), Littering()).to(device)
         plan = planned(model, torch.randn(BATCH, WIDTH).to(device), "100%")
         assert plan.fixed.others == 0

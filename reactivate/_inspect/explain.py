@@ -22,6 +22,7 @@ from reactivate._model.cache_watch import Caller, called
 from reactivate._passes.observing import without_regions
 from reactivate._region.due import uncounted
 from reactivate._text.keywords import refuse_unknown
+from reactivate._text.words import in_one_line
 from reactivate._torch.modes import lacks_values
 from reactivate._types import Policy
 from reactivate.errors import UnsupportedError
@@ -130,9 +131,8 @@ def _explained(asked: str, model: Any, args: Any, kwargs: Any, around: set[CodeT
         except Exception as error:
             if not (is_fake and lacks_values(error)):
                 raise
-            first_line = str(error).partition("\n")[0]
             raise UnsupportedError(
-                f"{asked}: the step cannot run on fake tensors ({type(error).__name__}: {first_line}). If that is a mistake "
+                f"{asked}: the step cannot run on fake tensors ({in_one_line(error)}). If that is a mistake "
                 "of the step's, as shapes that do not fit are, mend it. If the step needs the values of tensors, as the "
                 f"counts of a router are, call {asked} with tensors that have values, and without fake=True."
             ) from error

@@ -105,6 +105,11 @@ def alike(paths: Sequence[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{paths[0]}…{paths[-1]} ({len(paths)} alike)"
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of what it says."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def name_of(value: Any) -> str:
     """Return what a call of a function or of a module is written with: "f", "Block(...)"."""
     if isinstance(value, Module):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from reactivate._text.warnings import warn
+from reactivate._text.words import in_one_line
 from reactivate._torch.ops import flatten, unflatten
 from reactivate._types import Storage
 from reactivate.errors import PlanInfeasible, UsageError
@@ -98,7 +99,7 @@ def _search(attempt: Callable[[int], Plan], guess: int, name: str, size: int) ->
     if not isinstance(error, PlanInfeasible):
         warn(
             f"plan(maximize=...): {low} is the largest {name} with which the model runs; with {high} it raises "
-            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}. The budget would allow more."
+            f"{in_one_line(error)}. The budget would allow more."
         )
     return replace(fits[low], largest=low)
 

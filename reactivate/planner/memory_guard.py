@@ -15,7 +15,7 @@ from reactivate._model.rollback import Rollback
 from reactivate._region.accounts import add_note, in_words, is_shortage
 from reactivate._text.keywords import refuse_unknown
 from reactivate._text.warnings import warn
-from reactivate._text.words import described
+from reactivate._text.words import described, in_one_line
 from reactivate._types import Policy
 from reactivate.errors import ReactivateError, UsageError
 from reactivate.planner.adaptive import AdaptivePlan
@@ -234,11 +234,7 @@ def _noted(shortage: Exception, reason: str) -> Exception:
 
 
 def _in_short(error: Exception) -> str:
-    return (
-        str(error)
-        if isinstance(error, CannotCatchUp)
-        else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    )
+    return str(error) if isinstance(error, CannotCatchUp) else in_one_line(error)
 
 
 def _applied_in(modules: Iterable[Module]) -> Applied:

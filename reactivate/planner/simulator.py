@@ -20,6 +20,7 @@ from torch.nn import Module
 
 from reactivate._model.apply import apply
 from reactivate._region.accounts import in_words, is_shortage
+from reactivate._text.words import in_one_line
 from reactivate._torch.modes import lacks_values, unlogged
 from reactivate._torch.modules import is_sharded
 from reactivate._types import Storage
@@ -396,5 +397,4 @@ def _among_ranks(reason: Exception) -> UnsupportedError:
 
 
 def _failed(reason: Exception) -> str:
-    first_line = str(reason).partition("\n")[0]
-    return f"plan: the step does something that cannot be simulated ({type(reason).__name__}: {first_line})"
+    return f"plan: the step does something that cannot be simulated ({in_one_line(reason)})"

@@ -9,14 +9,13 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import distributed_worker
 import pytest
 from distributed_cases import CASES, PROCESSES
 from distributed_worker import Report, report_file
+from process_groups import environment_of_ranks, wait_for
 
 PATIENCE_SECONDS = 150.0  # after which what has no report is a failure
 
@@ -30,7 +29,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         found.mkdir()
     except FileExistsError:  # another of xdist's workers has come first, and runs them for all
-        wait_for(done.exists)
+        wait_for(done.exists, PATIENCE_SECONDS)
     else:
         run_pair(found)
         done.touch()
@@ -38,26 +37,19 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_pair(directory: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    """Run two processes that share nothing, not even the seed of hashes."""
+    environment = environment_of_ranks()
     processes = []
     for rank in range(PROCESSES):
         command = [sys.executable, distributed_worker.__file__, str(rank), str(directory)]
         with (directory / f"output-{rank}").open("w") as output:
             processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
     try:
-        wait_for(lambda: all(process.poll() is not None for process in processes))
+        wait_for(lambda: all(process.poll() is not None for process in processes), PATIENCE_SECONDS)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-
-
-def wait_for(is_over: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not is_over() and time.monotonic() < end:
-        time.sleep(0.05)
 
 
 def reports_of(directory: Path, name: str) -> list[Report]:
