@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ FORWARD = "extra forward"
 
 SAVED_TENSORS = (1, 2, 4, 8, 16, 32)
 FEW, MANY = 10, 1000
+SEVERAL = 48
 
 Subjects = Mapping[str, Wrap]
 Steps = dict[Key, Step]
@@ -190,6 +191,17 @@ def many_regions(wrap: Callable[[Function], Function], regions: int, x: Tensor) 
     return training_step(forward, x)
 
 
+class Blocks(nn.Module):
+    """Different blocks, each called by one method of the model that has them all."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TransformerBlock() for _ in range(count))
+
+    def step(self, x: Tensor, index: int) -> Tensor:
+        return self.blocks[index](x)  # type: ignore[no-any-return]
+
+
 # -- sections ---------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +237,38 @@ def regions(subjects: Subjects, device: torch.device) -> Steps:
     x = vector(device)
     names = [name for name in (PLAIN, *MAIN) if name in subjects]
     return {(name, count): many_regions(subjects[name], count, x) for name in names for count in (FEW, MANY)}
+
+
+def blocks(subjects: Subjects, device: torch.device) -> Steps:
+    """A region for each of many blocks, which its function is: (name, 1); or which a method of the model calls: (name, 2)."""
+    model, x = Blocks(SEVERAL).to(device), transformer_block(device)[1]
+
+    def by_block(wrap: Wrap) -> Function:
+        def forward(x: Tensor) -> Tensor:
+            for block in model.blocks:
+                x = wrap(block)(x)
+            return x
+
+        return forward
+
+    def by_method(wrap: Any) -> Function:
+        def forward(x: Tensor) -> Tensor:
+            for index in range(SEVERAL):
+                x = wrap(model.step)(x, index)
+            return x
+
+        return forward
+
+    found: Steps = {(FORWARD, 1): forward_pass(by_block(subjects[PLAIN]), x)}
+    for name in (PLAIN, *MAIN):
+        if name in subjects:
+            found[name, 1] = training_step(by_block(subjects[name]), x)
+            found[name, 2] = training_step(by_method(subjects[name]), x)
+    return found
+
+
+def per_block(kind: int) -> Callable[[View, str], Array]:
+    return lambda view, subject: (view.over((subject, kind), (PLAIN, kind)) - view.level((FORWARD, 1))) / SEVERAL
 
 
 OVER_PLAIN = "over plain"
@@ -279,6 +323,22 @@ SECTIONS = (
             Quantity(f"a region of {MANY:,}, over plain", "µs", per_region(MANY), subjects=MAIN),
             # No target for single calls: there the few regions run on cold caches, the many warm them up.
             Quantity(f"a region of {MANY:,} against one of {FEW}", "ratio", growth, {WARM.name: 1.15}, MAIN),
+        ),
+        heavy=25,
+    ),
+    Section(
+        "blocks",
+        f"{SEVERAL} different transformer blocks, a region each, then one backward",
+        blocks,
+        (
+            Quantity("a region of a block, beyond one extra forward", "µs", per_block(1), subjects=MAIN),
+            Quantity(
+                "a region of a method that calls one, beyond one extra forward",
+                "µs",
+                per_block(2),
+                {WARM.name: 1.0, SINGLE.name: 1.0},
+                MAIN,
+            ),
         ),
         heavy=25,
     ),

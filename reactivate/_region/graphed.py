@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from copy import copy
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,9 @@ def hide_graphs(region: Region) -> None:
         region.replaced = {**region.replaced, **hidden}
         region.args = [_opened(item, hidden) for item in region.args]
         region.kwargs = {name: _opened(item, hidden) for name, item in region.kwargs.items()}
+        if region.reached is not None:  # whose moments other regions may have as well
+            region.reached.moments = [copy(moment) for moment in region.reached.moments]
+            moments = [region.moment, *region.reached.moments]
         for moment in moments:
             moment.hide_graphs(hidden, [item for item in found if item[0].is_leaf])
 

@@ -202,7 +202,8 @@ def _enter_state_of_forward(region: Region, memo: Memo, lock: LockEntry, entered
                 context.__enter__()
                 entered.append(context)
     if region.reached is not None:
-        _enter(region.reached.rewound(), entered)
+        for context in region.reached.rewindings():
+            _enter(context, entered)
     given = list(map(memo.get, map(id, region.specs)))
     if region.inputs:
         given += map(original_of, map(_TENSOR, region.inputs))

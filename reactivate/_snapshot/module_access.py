@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from inspect import CO_GENERATOR
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -32,13 +32,16 @@ class Observer(NamedTuple):
     Attributes:
         reach: for each module that is reached, perhaps several times.
         begin: when compiled code begins, with what torch has for it (see `callback_of`).
+        known: {id: module} of those for which there is no need to call `reach`.
     """
 
     reach: Callable[[Module], None]
     begin: Callable[[Any], None]
+    known: dict[int, Module]
 
 
 _open: list[Observer] = []
+_known: list[dict[int, Module]] = [{}]  # one item: the modules of which nobody needs to be told
 _begun: list[_Observed] = []
 _changing = threading.RLock()
 
@@ -47,22 +50,28 @@ def open_reaching(observer: Observer) -> None:
     """Observe code from now on."""
     with _changing:
         if not _open:
-            for observed in (*_OBSERVED, _CALLS, *((_compiled_calls(),) if is_loaded() else ())):
-                _begin(observed)
+            _begin((*_OBSERVED, _CALLS, _compiled_calls()) if is_loaded() else (*_OBSERVED, _CALLS))
         _open.append(observer)
+        _note_known()
 
 
 def close_reaching(observer: Observer) -> None:
     """End what `open_reaching` began."""
     with _changing:
         _open.remove(observer)
+        _note_known()
         while _begun and not _open:
             _begun.pop().end()
 
 
-def _begin(observed: _Observed) -> None:
-    _begun.append(observed)
-    observed.begin()
+def _note_known() -> None:
+    _known[0] = _open[0].known if len(_open) == 1 else {}
+
+
+def _begin(functions: Sequence[_Observed]) -> None:
+    _begun.extend(functions)
+    for observed in functions:
+        observed.begin()
 
 
 def sees_all() -> bool:
@@ -86,10 +95,15 @@ class _Observed:
         function: a method of a module, or another function.
         tell: called with what the function returns or is about to go through, and its arguments.
         tell_first: called with its arguments before it runs.
+        observing: whose code runs in the place of the function's.
     """
 
     def __init__(
-        self, function: Any, tell: Callable[..., None] = _nothing, tell_first: Callable[..., None] = _tell
+        self,
+        function: Any,
+        tell: Callable[..., None] = _nothing,
+        tell_first: Callable[..., None] = _tell,
+        observing: Any = None,
     ) -> None:
         self.function = function
         self._code, self._keywords = function.__code__, function.__kwdefaults__
@@ -106,9 +120,11 @@ class _Observed:
 
         # With its own, which another thread may need in between.
         self._given = {**(self._keywords or {}), "_first": first, "_original": original, "_then": tell}
-        # Python 3.13 warns where a generator function is given code of another kind.
-        kind = _going_through if function.__code__.co_flags & CO_GENERATOR else _observing
-        self._telling: CodeType = kind.__code__
+        if observing is None:  # Python 3.13 warns where a generator function is given code of another kind
+            observing = _going_through if function.__code__.co_flags & CO_GENERATOR else _observing
+        else:
+            self._given["_known"] = _known
+        self._telling: CodeType = observing.__code__
 
     def begin(self) -> None:
         """Let the function tell of modules."""
@@ -138,8 +154,24 @@ def _going_through(*args: Any, _first: Any = None, _original: Any = None, _then:
     yield from result
 
 
+# A forward calls these two again and again, and hardly ever for a module that has not been told of.
+def _asking(self: Any, name: Any, *, _known: Any, _first: Any, _original: Any, _then: Any) -> Any:
+    known = _known[0]
+    is_told = id(self) in known or _first(self)
+    result = _original(self, name)
+    if is_told and id(result) not in known:
+        _then(result)
+    return result
+
+
+def _calling(self: Any, *args: Any, _known: Any, _first: Any, _original: Any, _then: Any, **kwargs: Any) -> Any:
+    if id(self) not in _known[0]:
+        _first(self)
+    return _original(self, *args, **kwargs)
+
+
 def _tell_of_result(result: Any, *args: Any) -> None:
-    if isinstance(result, Module):
+    if isinstance(result, Module) and not is_compiling():
         _tell(result)
 
 
@@ -163,7 +195,7 @@ def _tell_of_compiled_code(callback: Any) -> None:
 
 def _observe_compiled_calls(*args: Any) -> None:
     with _changing:
-        _begin(_compiled_calls())
+        _begin((_compiled_calls(),))
 
 
 @functools.cache
@@ -184,7 +216,7 @@ def tree_of(module: Module) -> Iterable[Module]:
 
 
 _OBSERVED = [
-    _Observed(Module.__getattr__, _tell_of_result),
+    _Observed(Module.__getattr__, _tell_of_result, observing=_asking),
     *(_Observed(kind.__getitem__, _tell_of_result) for kind in (ModuleList, Sequential, ModuleDict)),
     *(_Observed(kind.__iter__, _tell_of_children) for kind in (ModuleList, Sequential)),
     *(_Observed(way, _tell_of_children) for way in (ModuleDict.items, ModuleDict.values, Module.named_children)),
@@ -194,6 +226,6 @@ _OBSERVED = [
     ),
     _Observed(torch.compile, tell_first=_observe_compiled_calls),  # perhaps the first time
 ]
-_CALLS = _Observed(Module.__call__)
+_CALLS = _Observed(Module.__call__, observing=_calling)
 OBSERVED_FUNCTIONS = frozenset(item.function for item in (*_OBSERVED, _CALLS))
 """Functions of torch's whose code is ours for a time: to put back what it was would be to observe a recomputation."""

@@ -208,6 +208,21 @@ class Moment:
         empty = [tensor for tensor in state if type(tensor) in UNINITIALIZED]
         return parameters + leaves + empty, [tensor for tensor in state if type(tensor) not in UNINITIALIZED]
 
+    @property
+    def is_light(self) -> bool:
+        """Return whether it notes no tensors and no hooks: only what modules and objects are made of."""
+        return not (self.parameters or self.protocols or self.hook_copies) and self.states is NO_TENSORS
+
+    def still_holds(self) -> bool:
+        """Return whether modules and objects are what they were; of a light moment."""
+        parts = self.parts
+        return (
+            (parts is None or parts.are_current())
+            and not any(self.hooks)
+            and list(map(type, self.modules)) == self.kinds
+            and not (self.holders and self.others())
+        )
+
     def others(self) -> list[int]:
         """Return the numbers of the objects that hold something else by now."""
         seen = range(0) if self.look is None else self._looked_at

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from _thread import RLock, get_ident
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.nn import Module
@@ -18,7 +18,7 @@ from reactivate._snapshot.generators import state_of_generator, ways_of
 from reactivate._snapshot.module_access import Observer, close_reaching, open_reaching, tree_of
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.rewound_moment import RewoundMoment
-from reactivate._snapshot.trees import LARGE_TREE, Tree, large_roots, tree_at, tree_under
+from reactivate._snapshot.trees import LARGE_TREE, Tree, large_roots, single_modules, tree_at, tree_under
 from reactivate._torch.dynamo import callback_of
 from reactivate._types import Unrestored
 
@@ -56,7 +56,7 @@ class ReachedModules:
 
     @property
     def _observer(self) -> Observer:
-        return Observer(self._reach, self._begin)  # made anew, and equal: held here, it would be a cycle
+        return Observer(self._reach, self._begin, self._reached)  # made anew, and equal: held here, it would be a cycle
 
     def _reach(self, module: Module) -> None:
         if id(module) in self._reached or (get_ident() != self._thread and id(module) not in self._ids_inside):
@@ -73,9 +73,19 @@ class ReachedModules:
             if id(inner) not in self._reached and not self._is_noted_whole(inner):
                 self._reached[id(inner)] = inner
                 self._alone.append(inner)
-                tree, roots = tree_at(inner)
-                todo += roots
-                self._note(tree)
+                if not self._is_as_noted(inner):
+                    tree, roots = tree_at(inner)
+                    todo += roots
+                    self._note(tree)
+
+    def _is_as_noted(self, module: Module) -> bool:
+        """Note a module by the moment that another region has of it, if that still holds, and return whether it does."""
+        kept = single_modules.kept.get(id(module))
+        moment = None if kept is None else kept.moment()
+        if moment is None or not moment.still_holds():
+            return False
+        self.moments.append(moment)
+        return True
 
     @functools.cached_property
     def _ids_inside(self) -> set[int]:
@@ -123,7 +133,10 @@ class ReachedModules:
         self._note(tree)
 
     def _note(self, tree: Tree) -> None:
-        self.moments.append(Moment((), (), (), tree, self._may_write_unseen))
+        moment = Moment((), (), (), tree, self._may_write_unseen)
+        self.moments.append(moment)
+        if tree.kept is not None and moment.is_light:
+            tree.kept.moment = ref(moment)
         self.generators += [(item, state_of_generator(item)) for item in tree.generators]
 
     def finish(self) -> None:
@@ -140,15 +153,11 @@ class ReachedModules:
         """Return what was modified since, and of what there is no copy."""
         return [item for moment in self.moments for item in moment.unrestored()]
 
-    @contextmanager
-    def rewound(self) -> Iterator[None]:
-        """Return the context in which the modules are what they were."""
-        with ExitStack() as stack:
-            for moment in reversed(self.moments):  # of a module that has several the first counts
-                stack.enter_context(RewoundMoment(moment))
-            for generator, state in reversed(self.generators):
-                stack.enter_context(Rewound(*ways_of(generator), state))
-            yield
+    def rewindings(self) -> Iterator[Any]:
+        """Return the contexts in which the modules are what they were, the outermost first."""
+        yield from map(RewoundMoment, reversed(self.moments))  # of a module that has several the first counts
+        for generator, state in reversed(self.generators):
+            yield Rewound(*ways_of(generator), state)
 
     def held(self) -> Iterable[Tensor]:
         """Return the copies of tensors."""

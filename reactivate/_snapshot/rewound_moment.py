@@ -34,6 +34,7 @@ class RewoundMoment:
     """
 
     _is_bare = True  # there is nothing to set back now: a function of its arguments alone
+    _holds = False  # the moment is light, and still held when the context was entered
     _tensors: RewoundTensors | None = None
     _parts: Parts | None = None
     _kinds: Sequence[type] = ()
@@ -61,6 +62,10 @@ class RewoundMoment:
 
     def __enter__(self) -> None:
         moment = self._moment
+        if moment.is_light and not self._hooked and moment.still_holds():
+            self._is_bare, self._holds = False, True
+            self._parts, self._kinds = moment.parts, moment.kinds
+            return
         if self._hooked:
             self._tensor_hooks = hooks_on(self._hooked)
             self._leaves = list(filter(_IS_LEAF, self._hooked))
@@ -142,6 +147,9 @@ class RewoundMoment:
             self._put_back_what_tensors_have()
             if any(moment.hooks):
                 moment.put_hooks(None)
+            return
+        if self._holds and moment.still_holds():
+            vars(self).clear()
             return
         try:
             if self._protocols:

@@ -105,12 +105,13 @@ class KeptTree:
 
     Attributes:
         small_layout: which of the tensors that are state were small when a region began last; see `TensorStates`.
+        moment: the last moment of the tree, if it has no tensors and a region has it still; see `ReachedModules`.
         targets: the ids of the objects.
     """
 
     __slots__ = (
         *("_attributes", "_children", "_contents", "_covers", "_holders", "_kinds", "_known", "_layout", "_look"),
-        *("_modules", "_names", "_nones", "_versions", "small_layout", "targets"),
+        *("_modules", "_names", "_nones", "_versions", "moment", "small_layout", "targets"),
     )
 
     def __init__(self, tree: Tree, known: dict[int, Any], forget: Any) -> None:
@@ -130,6 +131,7 @@ class KeptTree:
         names = tree.names()
         self._names = lambda: names
         self.small_layout: Any = None
+        self.moment: Callable[[], Any] = _nothing
 
     def again(self) -> Tree | None:
         """Return the tree as it is now, None if a walk might find something else."""
@@ -208,6 +210,10 @@ class KeptTree:
                     return False
             self._contents = contents
         return True
+
+
+def _nothing() -> None:
+    """Return what stands for a moment that there is none of."""
 
 
 def _ids_of(holders: Iterable[Holder]) -> frozenset[int]:
