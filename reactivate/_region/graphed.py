@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from copy import copy
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,8 @@ def hide_graphs(region: Region) -> None:
     """
     if not region.inputs and region.reached is None and True not in map(_REQUIRES_GRAD, region.moment.states.tensors):
         return  # as mostly
-    moments = [region.moment] if region.reached is None else [region.moment, *region.reached.moments]
+    reached = () if region.reached is None else region.reached.moments
+    moments = [region.moment, *(moment for moment in reached if moment.light is None)]
     read = [item for item in region.inputs if item.is_constant and item.tensor.requires_grad]
     found = [(item.tensor, item.version) for item in read]
     for moment in moments:
@@ -40,9 +40,6 @@ def hide_graphs(region: Region) -> None:
         region.replaced = {**region.replaced, **hidden}
         region.args = [_opened(item, hidden) for item in region.args]
         region.kwargs = {name: _opened(item, hidden) for name, item in region.kwargs.items()}
-        if region.reached is not None:  # whose moments other regions may have as well
-            region.reached.moments = [copy(moment) for moment in region.reached.moments]
-            moments = [region.moment, *region.reached.moments]
         for moment in moments:
             moment.hide_graphs(hidden, [item for item in found if item[0].is_leaf])
 

@@ -41,7 +41,7 @@ class Observer(NamedTuple):
 
 
 _open: list[Observer] = []
-_known: list[dict[int, Module]] = [{}]  # one item: the modules of which nobody needs to be told
+_known: list[dict[int, Module]] = [{}]  # one item: the modules that observers know
 _begun: list[_Observed] = []
 _changing = threading.RLock()
 

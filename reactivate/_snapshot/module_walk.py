@@ -71,6 +71,12 @@ class ModuleWalk(Walk):
         self.finish()
         return self
 
+    def tensor(self, tensor: Tensor, place: str) -> None:
+        if has_graph(tensor):
+            self.is_settled = False  # it may lose that
+        else:
+            self.tensors.append(tensor)
+
     def _look_at_hooks(self, hooks: dict[int, Any]) -> None:
         """Note what functions and objects of the user's hold that are called before or after a module."""
         for hook in hooks.values():
@@ -108,8 +114,7 @@ class ModuleWalk(Walk):
             if kind in ATOMS or name in _OF_EVERY_MODULE:
                 continue
             if isinstance(value, Tensor):
-                if not has_graph(value):
-                    self.tensors.append(value)
+                self.tensor(value, name)
             elif (cover := cover_in(value)) is not None and not cover.hides_users:
                 continue
             elif kind is list and not facts.is_users and name in facts.attributes:

@@ -10,6 +10,7 @@ from itertools import chain, filterfalse
 from operator import attrgetter, is_, itemgetter
 from types import MappingProxyType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.nn import Module
@@ -55,7 +56,9 @@ class Moment:
         holders, contents: the objects, and what they held, in the order in which they are rewound.
         look: tells quickly whether objects that the modules lead to have changed; None without such objects.
         states: the tensors that are state, with what they held: arguments, buffers, attributes.
-        parts: the attributes and registries of the modules; None without modules.
+        tree: modules, with what else these lead to; None without modules. Other regions have it as well.
+        light: the tree, if it is all that is noted, and has no tensors: then other regions have the moment as well.
+        parts: their attributes and registries.
         modules, kinds: the modules, and their classes: to parametrize one is to change its class.
         parameters, versions, differentiable: every parameter, its version, and whether it requires a gradient.
         addresses: where the elements of each parameter were.
@@ -75,6 +78,8 @@ class Moment:
     look: QuickLook | None = None
     _looked_at = range(0)  # the numbers of those
     states: TensorStates = NO_TENSORS
+    tree: Tree | None = None
+    light: Tree | None = None
     parts: Parts | None = None
     modules: Sequence[Module] = ()
     kinds: Sequence[type] = ()
@@ -154,7 +159,7 @@ class Moment:
 
     def _note_tree(self, tree: Tree) -> tuple[list[Tensor], list[Tensor]]:
         """Note what modules are made of, and return their parameters and the tensors that are state."""
-        self.modules, self.kinds, parts = tree.modules, tree.kinds, tree.parts
+        self.tree, self.modules, self.kinds, parts = tree, tree.modules, tree.kinds, tree.parts
         self.parts = parts
         if tree.stateful:
             self.protocols = [(module, module.recompute_state()) for module in tree.stateful]
@@ -200,6 +205,12 @@ class Moment:
         known = set(map(id, parameters))
         return [tensor for tensor in walk.tensors if id(tensor) not in known]
 
+    def share(self, tree: Tree) -> None:
+        """Let other regions have the moment of a tree, if that has no tensors, hooks or protocols."""
+        if not (self.parameters or self.protocols or self.hook_copies) and self.states is NO_TENSORS:
+            self.light = tree
+            tree.moment = ref(self)
+
     @staticmethod
     def _sort_out(parameters: list[Tensor], state: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Move what is no state to the parameters: leaves that are not registered, and what holds nothing yet."""
@@ -207,21 +218,6 @@ class Moment:
         state = [tensor for tensor in state if not tensor.requires_grad]
         empty = [tensor for tensor in state if type(tensor) in UNINITIALIZED]
         return parameters + leaves + empty, [tensor for tensor in state if type(tensor) not in UNINITIALIZED]
-
-    @property
-    def is_light(self) -> bool:
-        """Return whether it notes no tensors and no hooks: only what modules and objects are made of."""
-        return not (self.parameters or self.protocols or self.hook_copies) and self.states is NO_TENSORS
-
-    def still_holds(self) -> bool:
-        """Return whether modules and objects are what they were; of a light moment."""
-        parts = self.parts
-        return (
-            (parts is None or parts.are_current())
-            and not any(self.hooks)
-            and list(map(type, self.modules)) == self.kinds
-            and not (self.holders and self.others())
-        )
 
     def others(self) -> list[int]:
         """Return the numbers of the objects that hold something else by now."""

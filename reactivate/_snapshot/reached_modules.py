@@ -7,7 +7,6 @@ from _thread import RLock, get_ident
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
-from weakref import ref
 
 from torch import Tensor
 from torch.nn import Module
@@ -18,7 +17,7 @@ from reactivate._snapshot.generators import state_of_generator, ways_of
 from reactivate._snapshot.module_access import Observer, close_reaching, open_reaching, tree_of
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.rewound_moment import RewoundMoment
-from reactivate._snapshot.trees import LARGE_TREE, Tree, large_roots, single_modules, tree_at, tree_under
+from reactivate._snapshot.trees import LARGE_TREE, Tree, large_roots, tree_at, tree_under
 from reactivate._torch.dynamo import callback_of
 from reactivate._types import Unrestored
 
@@ -73,19 +72,9 @@ class ReachedModules:
             if id(inner) not in self._reached and not self._is_noted_whole(inner):
                 self._reached[id(inner)] = inner
                 self._alone.append(inner)
-                if not self._is_as_noted(inner):
-                    tree, roots = tree_at(inner)
-                    todo += roots
-                    self._note(tree)
-
-    def _is_as_noted(self, module: Module) -> bool:
-        """Note a module by the moment that another region has of it, if that still holds, and return whether it does."""
-        kept = single_modules.kept.get(id(module))
-        moment = None if kept is None else kept.moment()
-        if moment is None or not moment.still_holds():
-            return False
-        self.moments.append(moment)
-        return True
+                tree = tree_at(inner)
+                todo += tree.roots
+                self._note(tree)
 
     @functools.cached_property
     def _ids_inside(self) -> set[int]:
@@ -133,10 +122,11 @@ class ReachedModules:
         self._note(tree)
 
     def _note(self, tree: Tree) -> None:
-        moment = Moment((), (), (), tree, self._may_write_unseen)
+        moment = tree.moment()
+        if moment is None:
+            moment = Moment((), (), (), tree, self._may_write_unseen)
+            moment.share(tree)
         self.moments.append(moment)
-        if tree.kept is not None and moment.is_light:
-            tree.kept.moment = ref(moment)
         self.generators += [(item, state_of_generator(item)) for item in tree.generators]
 
     def finish(self) -> None:

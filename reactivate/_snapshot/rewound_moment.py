@@ -16,6 +16,7 @@ from reactivate._snapshot.rewound_tensors import RewoundTensors
 from reactivate._snapshot.state_lock import STATE_LOCK, Scope
 from reactivate._snapshot.tensor_hooks import Hooks, are_same_hooks, hooks_on, put_hooks_on
 from reactivate._snapshot.tensor_states import NO_TENSORS
+from reactivate._snapshot.trees import Tree
 from reactivate._torch.modes import copy_unseen, run_unseen
 
 _REQUIRES_GRAD, _IS_LEAF, _GRADIENT = map(attrgetter, ("requires_grad", "is_leaf", "grad"))
@@ -34,7 +35,7 @@ class RewoundMoment:
     """
 
     _is_bare = True  # there is nothing to set back now: a function of its arguments alone
-    _holds = False  # the moment is light, and still held when the context was entered
+    _light: Tree | None = None  # that of the moment, if it still held when the context was entered
     _tensors: RewoundTensors | None = None
     _parts: Parts | None = None
     _kinds: Sequence[type] = ()
@@ -62,8 +63,8 @@ class RewoundMoment:
 
     def __enter__(self) -> None:
         moment = self._moment
-        if moment.is_light and not self._hooked and moment.still_holds():
-            self._is_bare, self._holds = False, True
+        if moment.light is not None and moment.light.still_holds():
+            self._is_bare, self._light = False, moment.light
             self._parts, self._kinds = moment.parts, moment.kinds
             return
         if self._hooked:
@@ -148,7 +149,7 @@ class RewoundMoment:
             if any(moment.hooks):
                 moment.put_hooks(None)
             return
-        if self._holds and moment.still_holds():
+        if self._light is not None and self._light.still_holds():
             vars(self).clear()
             return
         try:

@@ -1,8 +1,9 @@
-"""Trees of modules: the structure that a walk has found, kept for as long as a walk would find the same.
+"""Trees of modules: the structure that a walk has found, taken again for as long as a walk would find the same.
 
-A look whether the modules are still made of the same parts costs less than a walk over them. Modules are held weakly, and
-so are their attributes where these hold anything else. A tree is kept only if the other objects that it leads to hold
-values that cannot change, and each other: what is kept holds no module and no tensor.
+A look whether the modules are still made of the same parts costs less than a walk over them. As long as a region has the
+tree, the next one takes that. Between the steps of a training run its structure is kept, with modules held weakly, and so
+are their attributes where these hold anything else: if the other objects that the tree leads to hold values that cannot
+change, and each other. So what is kept holds no module and no tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from logging import Logger
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 from torch import Tensor
 from torch.jit import ScriptModule
@@ -32,7 +33,7 @@ from reactivate._snapshot.quick_look import QuickLook, others_among
 from reactivate._snapshot.unseen_writes import NamesOfWriters
 from reactivate._torch.autograd import has_graph
 from reactivate._torch.flags import ask
-from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS
+from reactivate._torch.modules import GLOBAL_FORWARD_HOOKS, GLOBAL_HOOKS
 from reactivate._xla.fence import fences
 
 LARGE_TREE = 64
@@ -40,6 +41,10 @@ LARGE_TREE = 64
 
 _FEW_HOLDERS = 12  # to ask fewer one by one takes no longer than to ask them together
 _MOST_MISSES = 4  # in a row, after which a tree is not kept any more: its objects change with every call
+
+
+def _nothing() -> None:
+    """Return what stands for a moment that there is none of."""
 
 
 class Tree:
@@ -55,6 +60,8 @@ class Tree:
         names: what code that the modules lead to names.
         scripted: those of the modules that TorchScript has compiled; they live in C++.
         stateful: those with a state protocol.
+        roots: other modules that attributes lead to, of a tree of one module.
+        moment: the moment of it that other regions have, if it is light; see `ReachedModules`.
         kept: the structure that is kept, if it is, of a tree of which there is no more to say (see `has_more`): regions to
             come find in `small_layout` which tensors were small.
     """
@@ -68,7 +75,10 @@ class Tree:
     stateful: Sequence[Any] = ()
     generators: tuple[Any, ...] = ()
     scripts: tuple[Any, ...] = ()
+    roots: Sequence[Module] = ()
     is_lazy = has_wrappers = False
+    is_settled = True  # whether holders and parts tell all that a walk would find by now
+    moment: Callable[[], Any] = staticmethod(_nothing)
 
     def __init__(self, walk: ModuleWalk) -> None:
         self.modules: Sequence[Module] = walk.modules
@@ -81,7 +91,7 @@ class Tree:
         self.contents = [holder.record() for holder in walk.holders]
         self.tensors = walk.tensors
         self.generators, self.scripts, self.is_lazy = walk.generators, walk.scripts, walk.is_lazy
-        self.has_wrappers = walk.has_wrappers
+        self.has_wrappers, self.is_settled = walk.has_wrappers, walk.is_settled
         self.names: Callable[[], NamesOfWriters] = walk.code.names
         self.kept: KeptTree | None = None
 
@@ -89,6 +99,25 @@ class Tree:
     def targets(self) -> Collection[int]:
         """Return the ids of the objects."""
         return _ids_of(self.holders) if self.kept is None else self.kept.targets
+
+    def still_holds(self) -> bool:
+        """Return whether a walk would find the same now, and modules and objects hold what they held."""
+        return (
+            self.parts.are_current()
+            and list(map(type, self.modules)) == self.kinds
+            and not (any(self.parts.hooks) or any(GLOBAL_HOOKS))
+            and not any(map(has_graph, self.tensors))
+            and not (self.holders and self._others())
+        )
+
+    def _others(self) -> list[int]:
+        if self.look is None and len(self.holders) >= _FEW_HOLDERS:
+            self.look = QuickLook(self.holders, self.contents)
+        return (
+            others_among(range(len(self.holders)), self.holders, self.contents)
+            if self.look is None
+            else self.look.others()
+        )
 
     @property
     def has_more(self) -> bool:
@@ -105,13 +134,13 @@ class KeptTree:
 
     Attributes:
         small_layout: which of the tensors that are state were small when a region began last; see `TensorStates`.
-        moment: the last moment of the tree, if it has no tensors and a region has it still; see `ReachedModules`.
+        live: the last tree of this structure, if a region has it still.
         targets: the ids of the objects.
     """
 
     __slots__ = (
         *("_attributes", "_children", "_contents", "_covers", "_holders", "_kinds", "_known", "_layout", "_look"),
-        *("_modules", "_names", "_nones", "_versions", "moment", "small_layout", "targets"),
+        *("_modules", "_names", "_nones", "_versions", "live", "small_layout", "targets"),
     )
 
     def __init__(self, tree: Tree, known: dict[int, Any], forget: Any) -> None:
@@ -131,10 +160,13 @@ class KeptTree:
         names = tree.names()
         self._names = lambda: names
         self.small_layout: Any = None
-        self.moment: Callable[[], Any] = _nothing
+        self.live: Callable[[], Tree | None] = ref(tree)
 
     def again(self) -> Tree | None:
         """Return the tree as it is now, None if a walk might find something else."""
+        tree = self.live()
+        if tree is not None and tree.is_settled and tree.still_holds():
+            return tree
         modules: list[Any] = list(map(ask, self._modules))
         if list(map(type, modules)) != self._kinds:
             return None
@@ -151,9 +183,12 @@ class KeptTree:
         if self._holders:
             tree.holders, tree.contents, tree.look = self._holders, self._contents, self._look
         if self._attributes is None:
-            tree.tensors = [item for item in parts.attributes if isinstance(item, Tensor) and not has_graph(item)]
+            found = [item for item in parts.attributes if isinstance(item, Tensor)]
+            tree.tensors = [item for item in found if not has_graph(item)]
+            tree.is_settled = len(found) == len(tree.tensors)
             parts.hold()
         tree.names, tree.kept = self._names, self
+        self.live = ref(tree)
         return tree
 
     def _attributes_of(self, parts: Parts) -> Sequence[Any]:
@@ -212,10 +247,6 @@ class KeptTree:
         return True
 
 
-def _nothing() -> None:
-    """Return what stands for a moment that there is none of."""
-
-
 def _ids_of(holders: Iterable[Holder]) -> frozenset[int]:
     return frozenset(id(holder.target) for holder in holders)
 
@@ -230,17 +261,20 @@ def are_hooked(parts: Parts) -> bool:
 
 
 class Trees:
-    """Trees that are kept, by the ids of their roots."""
+    """Trees by the ids of their roots: those that are kept, and others that regions have."""
 
     def __init__(self) -> None:
         self.kept: dict[int, KeptTree] = {}
+        self._live: WeakValueDictionary[tuple[int, ...], Tree] = WeakValueDictionary()
         self._misses: dict[int, tuple[ref[Module], int]] = {}  # how many there were in a row
 
-    def again(self, root: Module) -> Tree | None:
-        """Return the tree under `root` as it is now, None if a walk has to find it."""
-        kept = self.kept.get(id(root))
+    def again(self, roots: Sequence[Module]) -> Tree | None:
+        """Return the tree under some roots as it is now, None if a walk has to find it."""
+        root = roots[0]
+        kept = self.kept.get(id(root)) if len(roots) == 1 else None
         if kept is None:
-            return None
+            live = self._live.get(tuple(map(id, roots)))
+            return live if live is not None and live.still_holds() else None
         tree = kept.again()
         if tree is None:
             self.kept.pop(id(root), None)
@@ -256,6 +290,11 @@ class Trees:
     def _misses_of(self, root: Module) -> int:
         reference, count = self._misses.get(id(root), (None, 0))
         return count if reference is not None and reference() is root else 0
+
+    def note(self, roots: Sequence[Module], tree: Tree) -> None:
+        """Note a tree for as long as a region has it."""
+        if tree.kept is None and tree.is_settled and not (tree.scripts or tree.is_lazy or tree.has_wrappers):
+            self._live[tuple(map(id, roots))] = tree
 
     def keep(self, root: Module, tree: Tree) -> None:
         """Keep the tree under `root`, if that keeps nothing else alive."""
@@ -280,13 +319,14 @@ unseen_writers = WeakIdentitySet()
 
 def tree_under(roots: Sequence[Module]) -> Tree:
     """Return the tree of some modules as it is now."""
-    tree = whole_trees.again(roots[0]) if len(roots) == 1 else None
+    tree = whole_trees.again(roots)
     if tree is not None:
         return tree
     walk = ModuleWalk().over(roots)
     tree = Tree(walk)
     if len(roots) == 1 and len(walk.roots) == 1:
         whole_trees.keep(roots[0], tree)
+    whole_trees.note(roots, tree)
     tree.parts.hold()
     if len(tree.modules) > LARGE_TREE and not (walk.scripts or walk.is_lazy or fences()):
         for root in roots:  # what else they lead to may be small
@@ -297,17 +337,19 @@ def tree_under(roots: Sequence[Module]) -> Tree:
     return tree
 
 
-def tree_at(module: Module) -> tuple[Tree, Sequence[Module]]:
-    """Return one module as a tree without children, and the other roots that its attributes lead to."""
-    tree = single_modules.again(module)
+def tree_at(module: Module) -> Tree:
+    """Return one module as a tree without children."""
+    tree = single_modules.again((module,))
     if tree is not None:
-        return tree, ()
+        return tree
     walk = ModuleWalk().at(module)
     tree = Tree(walk)
+    tree.roots = walk.roots
     if not walk.roots:
         single_modules.keep(module, tree)
+    single_modules.note((module,), tree)
     tree.parts.hold()
-    return tree, walk.roots
+    return tree
 
 
 # -- what can be held -------------------------------------------------------------------------------------------------

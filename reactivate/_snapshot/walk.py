@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar, copy_context
+from contextvars import Context, ContextVar
 from enum import Enum
 from itertools import chain, filterfalse
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, MethodWrapperType, ModuleType
@@ -82,6 +82,7 @@ class Walk:
         seen: {id: the value, or its substitute in a recomputation}. Keys of names and classes have more than an id.
         code: the functions and classes found.
         is_lazy: whether a module creates parameters in its first call.
+        is_settled: whether a walk finds the same again as long as the holders and modules hold what they hold.
         left_out: descriptions of objects that are not restored, for a message; None if no message needs them.
     """
 
@@ -90,7 +91,7 @@ class Walk:
     scripts: tuple[Any, ...] = ()
     generators: tuple[Any, ...] = ()
     left_out: list[str] | None = None
-    is_lazy = False
+    is_lazy, is_settled = False, True
     _follows_functions = True
     asked: frozenset[str] = frozenset()
     _nesting = _items = 0
@@ -147,10 +148,7 @@ class Walk:
 
     def _tensor(self, value: Tensor, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
-        if not self.is_of_modules:
-            self.tensor(value, place)
-        elif not has_graph(value):
-            self.tensors.append(value)
+        self.tensor(value, place)
 
     def look_at_attributes(self, tensors: Sequence[Tensor]) -> None:
         """Look at what the Python attributes of tensors lead to, and those of the tensors that are found there."""
@@ -230,6 +228,7 @@ class Walk:
 
     def _array(self, value: Any, kind: type, place: str, depth: int) -> None:
         if value.nbytes > SMALL_BYTES:
+            self.is_settled = False
             self._object(value, kind, place, depth)
             return
         self.seen[id(value)] = value
@@ -250,6 +249,7 @@ class Walk:
             if nbytes <= SMALL_BYTES:
                 self.holders.append(holder(value))
             else:
+                self.is_settled = False
                 self._leave_out(value, place, "too large")
         if kind not in BUFFERS:
             self._attributes_of_a_container(value, kind, place, depth)
@@ -266,9 +266,10 @@ class Walk:
 
     def _context_variable(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
-        if value not in copy_context():  # what it is set to is looked at with all of the context
-            with contextlib.suppress(LookupError):  # it has no default
-                self.look(value.get(), f"{place}.get()", depth)
+        with contextlib.suppress(
+            LookupError
+        ):  # it has no default; what it is set to is looked at with all of the context
+            self.look(Context().run(value.get), f"{place}.get()", depth)
 
     def _object(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
