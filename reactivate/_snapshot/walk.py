@@ -86,13 +86,12 @@ class Walk:
         left_out: descriptions of objects that are not restored, for a message; None if no message needs them.
     """
 
-    is_of_modules = False
+    is_of_modules = is_lazy = False
+    is_settled = _follows_functions = True
     roots: tuple[Module, ...] = ()
     scripts: tuple[Any, ...] = ()
     generators: tuple[Any, ...] = ()
     left_out: list[str] | None = None
-    is_lazy, is_settled = False, True
-    _follows_functions = True
     asked: frozenset[str] = frozenset()
     _nesting = _items = 0
     _bindings: tuple[Bindings, ...] = ()

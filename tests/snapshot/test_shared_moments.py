@@ -37,7 +37,7 @@ class Config:
 
 
 class Trainer:
-    """It leads back to the model: no structure with it is kept from step to step."""
+    """A trainer leads back to its model: no structure with it is kept from step to step."""
 
     def __init__(self, model: nn.Module, thing: Any) -> None:
         self.model, self.factor, self.log, self.thing = model, 1.0, [1.0], thing
