@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import reactivate
 from reactivate.planner.cost.allocator import CachingAllocator, MemoryBlock
+from reactivate.planner.cost.stretches import marked
 from reactivate.planner.plan import Plan
 from reactivate.storage import Host
 
@@ -106,6 +107,24 @@ def test_garbage_that_goes_while_an_op_is_measured_is_not_its_memory(monkeypatch
         monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset_amid_garbage)
         assert least_of(planned(model, x, "100%")) == expected
         assert len(found) > 100 and found[0]() is None
+
+
+def test_garbage_that_goes_at_a_mark_has_been_there_in_the_stretch_that_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated.accelerator("late") as device:
+        allocated = torch.accelerator.memory_allocated
+
+        def allocated_before_garbage_goes() -> int:
+            nbytes = allocated()
+            [[] for _ in range(2 * gc.get_threshold()[0])]
+            return int(nbytes)
+
+        monkeypatch.setattr(torch.accelerator, "memory_allocated", allocated_before_garbage_goes)
+        with marked(device, takes_memory=True) as (mark, stretches):
+            garbage: list[Any] = [torch.empty(4096, device=device)]
+            garbage.append(garbage)
+            del garbage
+            mark()
+    assert stretches[0].top_bytes == stretches[1].start_bytes == stretches[1].top_bytes == 4 * 4096
 
 
 class Littering(nn.Module):

@@ -142,9 +142,10 @@ def _allocated() -> Iterator[Marked]:
         first, found = torch.accelerator.memory_allocated(), list[Stretch]()
 
     def mark() -> None:
-        top, live = torch.accelerator.max_memory_allocated() - first, torch.accelerator.memory_allocated() - first
+        with nothing_collected():
+            top, live = torch.accelerator.max_memory_allocated() - first, torch.accelerator.memory_allocated() - first
+            torch.accelerator.reset_peak_memory_stats()
         found.append(Stretch(found[-1].live_bytes if found else 0, int(top), int(live)))
-        torch.accelerator.reset_peak_memory_stats()
 
     yield mark, found
     mark()

@@ -46,6 +46,8 @@ class ResizedStorages:
 
     def look(self) -> None:
         """Tell the sizes of those that have another one than before."""
+        if not self._touched:  # as mostly
+            return
         touched = list(self._touched)
         self._touched.clear()
         for storage in touched:
