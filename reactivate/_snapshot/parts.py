@@ -163,19 +163,19 @@ class Parts:
     def __init__(self, namespaces: Sequence[Namespace], layout: Layout | None = None) -> None:
         self.namespaces = namespaces
         self.layout = Layout(namespaces) if layout is None else layout
-        self._look_at_dicts()
+        self.versions = self._look_at_dicts()
         self.entries: list[Any] = list(chain.from_iterable(map(dict.values, self._full)))
         if layout is None:
             self.attributes = self.layout.attributes(namespaces)
 
-    def _look_at_dicts(self) -> None:
+    def _look_at_dicts(self) -> list[int] | None:
         layout = self.layout
         dicts = list(chain.from_iterable(map(_dicts_of, self.namespaces)))
         self._full, self._empty = layout.full(dicts), layout.empty(dicts)
         self._filled = filled = [*self.namespaces, *self._full]
-        is_plain = not any(self._empty) and _DICT.issuperset(map(type, filled))
-        self.versions: list[int] | None = list(map(version_of_dict, filled)) if is_plain else None
         self.hooks: Sequence[dict[int, Any]] = layout.hooks(dicts)
+        is_plain = not any(self._empty) and _DICT.issuperset(map(type, filled))
+        return list(map(version_of_dict, filled)) if is_plain else None
 
     def hold(self) -> None:
         """Hold the attributes as a moment does: strongly held, graphs would chain the steps of a training run."""
@@ -195,11 +195,12 @@ class Parts:
         """Return whether the modules are made of just these parts, and no iterator among them has gone on."""
         if self.versions == list(map(version_of_dict, self._filled)) and not any(self._empty) and not self._goes_on:
             return True
-        self._look_at_dicts()  # before the parts are compared
+        self.versions = None  # until the parts are compared: another thread may ask
+        versions = self._look_at_dicts()
         found = self.layout.read(self.namespaces)
         is_current = self.are(Parts(self.namespaces)) if found is None else self._hold_just(*found)
-        if not is_current:
-            self.versions = None
+        if is_current:
+            self.versions = versions
         return is_current
 
     def _hold_just(self, attributes: Sequence[Any], entries: Sequence[Any]) -> bool:

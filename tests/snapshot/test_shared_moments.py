@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count, cycle
 from typing import Any
 
 import numpy
+import pytest
 import torch
+from journal import Journal
 from oracle import compare, leaf, trained
 from several import each
 from torch import Tensor, nn
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 import reactivate
 from reactivate._snapshot.holders import LARGEST
 from reactivate._snapshot.kinds import SMALL_BYTES
+from reactivate._snapshot.parts import Layout
 from reactivate._snapshot.trees import LARGE_TREE, single_modules, tree_under, whole_trees
 
 WIDTH, REGIONS = 4, 5
@@ -147,6 +151,25 @@ def test_a_change(step: Any, between: Any) -> None:
 
     watched = compare(once, check="metadata")
     assert watched.regions == watched.recomputations == 2 * REGIONS
+
+
+def test_no_other_thread_takes_a_tree_that_is_being_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(nothing, is_large=False)
+    tree, seen, read = tree_under([model]), Journal(), Layout.read
+
+    def read_beside_another(layout: Layout, namespaces: Any) -> Any:
+        monkeypatch.setattr(Layout, "read", read)
+        with ThreadPoolExecutor(1) as pool:
+            seen.append(pool.submit(tree.still_holds).result())
+        return read(layout, namespaces)
+
+    assert tree.still_holds()
+    monkeypatch.setattr(Layout, "read", read_beside_another)
+    model.factor = 2
+    assert not tree.still_holds()
+    assert [*seen] == [False]
+    model.factor = 1
+    assert tree.still_holds()
 
 
 def test_a_tensor_with_a_graph_is_no_state() -> None:
