@@ -82,7 +82,7 @@ def held_all(items: Sequence[Any]) -> Sequence[Any]:
     """Return what a moment holds for these items: the sequence itself, if that is all of them as they are."""
     if _PLAIN.issuperset(map(type, items)) or not any(map(_is_held_otherwise, set(map(type, items)))):
         return items
-    return tuple(map(held, items))
+    return tuple([item if type(item) in _PLAIN else held(item) for item in items])
 
 
 def restored(item: Any) -> Any:

@@ -189,15 +189,19 @@ class Walk:
             return
         holder = (holding.DictHolder if isinstance(value, dict) else holding.ListHolder)(value)
         self.holders.append(holder)
-        for written, item in holder.items(holder.get()):
-            if type(item) not in ATOMS:
-                self.look(item, place + written, depth)
+        self._look_into(holder, place, depth)
         if isinstance(value, dict) and not ATOMS.issuperset(map(type, dict.keys(value))):
             self._look_at_items(dict.keys(value), 0, place, depth)
         if kind not in (list, dict, deque, OrderedDict):
             if issubclass(kind, defaultdict):
                 self._slots(value, holding.FACTORY, place, depth)
             self._attributes_of_a_container(value, kind, place, depth)
+
+    def _look_into(self, holder: Holder, place: str, depth: int) -> None:
+        contents = holder.get()
+        if not ATOMS.issuperset(map(type, contents)):  # a list of numbers may be long
+            for written, item in holder.items(contents):
+                self.look(item, place + written, depth)
 
     def _set(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
@@ -233,9 +237,7 @@ class Walk:
         self.seen[id(value)] = value
         self.holders.append(ArrayHolder(value))
         if value.dtype.hasobject:
-            for item in value.flat:
-                if type(item) not in ATOMS:
-                    self.look(item, place, depth)
+            self._look_at_items(value.flat, 0, place, depth)
         self._attributes_of_a_container(value, kind, place, depth)
 
     def _buffer(self, value: Any, kind: type, place: str, depth: int) -> None:
@@ -444,9 +446,7 @@ class Walk:
             self.holders.append(holder)
             if id(contents) not in self.seen:
                 self.seen[id(contents)] = contents
-                for written, item in holder.items(holder.get()):
-                    if type(item) not in ATOMS:
-                        self.look(item, place + written, depth)
+                self._look_into(holder, place, depth)
         else:
             self.holders.append(holding.CellHolder(cell))
             if kind is ModuleType:
