@@ -20,7 +20,7 @@ FORWARD = "extra forward"
 
 SAVED_TENSORS = (1, 2, 4, 8, 16, 32)
 FEW, MANY = 10, 1000
-SEVERAL = 48
+SEVERAL = 24
 
 Subjects = Mapping[str, Wrap]
 Steps = dict[Key, Step]
