@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from reactivate._text.words import described
 from reactivate.errors import UsageError
@@ -64,7 +65,7 @@ def check_callable(asked_by: str, model: Any) -> None:
     """See to it that `model` is a module or a function.
 
     Raises:
-        UsageError: it is neither, or a class of modules.
+        UsageError: it is neither, or a class of modules, or its first call makes its parameters.
     """
     if isinstance(model, type) and issubclass(model, Module):
         raise UsageError(
@@ -75,17 +76,28 @@ def check_callable(asked_by: str, model: Any) -> None:
             f"{asked_by} takes a module or a function first; got {described(model)}. Write {asked_by}(model, args), with "
             "the arguments of one call."
         )
+    _check_parameters(asked_by, model)
+
+
+def _check_parameters(asked_by: str, model: Any) -> None:
+    lazy = [name for name, item in model.named_parameters() if is_lazy(item)] if isinstance(model, Module) else []
+    if lazy:
+        raise UsageError(
+            f"{asked_by}: the first call of the model makes its parameters; {lazy[0]} has no values yet. Call the model once "
+            "before, on an example: model(*args)."
+        )
 
 
 def check_module(asked_by: str, model: Any) -> None:
     """See to it that `model` is a module.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is something else, or its first call makes its parameters.
     """
     if not isinstance(model, Module):
         check_callable(asked_by, model)
         raise UsageError(f"{asked_by} takes a torch.nn.Module; got {described(model)}.")
+    _check_parameters(asked_by, model)
 
 
 def _check_batch(asked_by: str, args: Any) -> None:

@@ -20,7 +20,7 @@ from reactivate._snapshot.rewound_moment import RewoundMoment
 from reactivate._snapshot.shadows import note_written
 from reactivate._text.warnings import warn
 from reactivate._torch.ops import flatten, leaves_with_paths
-from reactivate.errors import UsageError
+from reactivate.errors import UnsupportedError, UsageError
 from reactivate.guards.rng import all_sources
 from reactivate.policies._base import shortened
 
@@ -88,9 +88,22 @@ class Step:
             for source in self.sources:
                 stack.callback(source.write, source.read())
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(self._gradients_put_back())
             stack.enter_context(RewoundMoment(self._moment))
             yield
         self._note_writes()
+
+    @contextmanager
+    def _gradients_put_back(self) -> Iterator[None]:
+        """Put back the gradients: the forward itself may run a backward."""
+        leaves = [item for item in self.inputs.values() if item.is_leaf]
+        before = [leaf.grad for leaf in leaves]
+        try:
+            yield
+        finally:
+            for leaf, gradient in zip(leaves, before):
+                if leaf.grad is not gradient:
+                    leaf.grad = gradient
 
     def _present(self) -> Moment:
         return Moment((), (), (), self.reach.tree, self.reach.may_write_unseen)
@@ -202,10 +215,21 @@ def gradients_of(roots: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor | No
     """Run the backward from the outputs of a step, with a gradient for each that has no symmetry.
 
     (With ones, the sum of a softmax, say, would have gradient zero.)
+
+    Raises:
+        UnsupportedError: the step uses torch's reentrant checkpoint.
     """
     generator = torch.Generator().manual_seed(0)
     given = [
         torch.randn(root.shape, generator=generator, dtype=torch.float32).to(device=root.device, dtype=root.dtype)
         for root in roots
     ]
-    return torch.autograd.grad(_Total.apply(given, *roots), inputs, allow_unused=True)
+    try:
+        return torch.autograd.grad(_Total.apply(given, *roots), inputs, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise UnsupportedError(
+            "The model calls torch's reentrant checkpoint, which knows no backward to given inputs, as it runs here. Write "
+            "use_reentrant=False there, or run this inside of reactivate.dropin.install()."
+        ) from error

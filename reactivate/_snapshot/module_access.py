@@ -119,11 +119,12 @@ class _Observed:
             return True
 
         # With its own, which another thread may need in between.
-        self._given = {**(self._keywords or {}), "_first": first, "_original": original, "_then": tell}
+        own = {"_reactivate_first": first, "_reactivate_original": original, "_reactivate_then": tell}
+        self._given = {**(self._keywords or {}), **own}
         if observing is None:  # Python 3.13 warns where a generator function is given code of another kind
             observing = _going_through if function.__code__.co_flags & CO_GENERATOR else _observing
         else:
-            self._given["_known"] = _known
+            self._given["_reactivate_known"] = _known
         self._telling: CodeType = observing.__code__
 
     def begin(self) -> None:
@@ -137,37 +138,66 @@ class _Observed:
         self.function.__kwdefaults__ = self._keywords
 
 
-# With one frame more, not two: a module may call itself until the stack is full.
-def _observing(*args: Any, _first: Any = None, _original: Any = None, _then: Any = None, **kwargs: Any) -> Any:
-    is_told = _first(*args)
-    result = _original(*args, **kwargs)
+# With one frame more, not two: a module may call itself until the stack is full. The names are none that modules give to
+# arguments of theirs.
+def _observing(
+    *args: Any,
+    _reactivate_first: Any = None,
+    _reactivate_original: Any = None,
+    _reactivate_then: Any = None,
+    **kwargs: Any,
+) -> Any:
+    is_told = _reactivate_first(*args)
+    result = _reactivate_original(*args, **kwargs)
     if is_told:
-        _then(result, *args)
+        _reactivate_then(result, *args)
     return result
 
 
-def _going_through(*args: Any, _first: Any = None, _original: Any = None, _then: Any = None, **kwargs: Any) -> Any:
-    is_told = _first(*args)
-    result = _original(*args, **kwargs)
+def _going_through(
+    *args: Any,
+    _reactivate_first: Any = None,
+    _reactivate_original: Any = None,
+    _reactivate_then: Any = None,
+    **kwargs: Any,
+) -> Any:
+    is_told = _reactivate_first(*args)
+    result = _reactivate_original(*args, **kwargs)
     if is_told:
-        _then(result, *args)
+        _reactivate_then(result, *args)
     yield from result
 
 
 # A forward calls these two again and again, and hardly ever for a module that has not been told of.
-def _asking(self: Any, name: Any, *, _known: Any, _first: Any, _original: Any, _then: Any) -> Any:
-    known = _known[0]
-    is_told = id(self) in known or _first(self)
-    result = _original(self, name)
+def _asking(
+    self: Any,
+    name: Any,
+    *,
+    _reactivate_known: Any,
+    _reactivate_first: Any,
+    _reactivate_original: Any,
+    _reactivate_then: Any,
+) -> Any:
+    known = _reactivate_known[0]
+    is_told = id(self) in known or _reactivate_first(self)
+    result = _reactivate_original(self, name)
     if is_told and id(result) not in known:
-        _then(result)
+        _reactivate_then(result)
     return result
 
 
-def _calling(self: Any, *args: Any, _known: Any, _first: Any, _original: Any, _then: Any, **kwargs: Any) -> Any:
-    if id(self) not in _known[0]:
-        _first(self)
-    return _original(self, *args, **kwargs)
+def _calling(
+    self: Any,
+    *args: Any,
+    _reactivate_known: Any,
+    _reactivate_first: Any,
+    _reactivate_original: Any,
+    _reactivate_then: Any,
+    **kwargs: Any,
+) -> Any:
+    if id(self) not in _reactivate_known[0]:
+        _reactivate_first(self)
+    return _reactivate_original(self, *args, **kwargs)
 
 
 def _tell_of_result(result: Any, *args: Any) -> None:

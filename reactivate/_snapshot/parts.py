@@ -24,12 +24,16 @@ from reactivate._torch.modules import are_distributed_alike, is_in_flat_paramete
 Namespace = dict[str, Any]
 
 _DICT = frozenset({dict})
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
+# Hooks of state dicts are no hooks that run in a forward: a module that registers them in its first has them once.
+_REGISTRIES = (
+    *("_parameters", "_buffers", "_modules"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 _OF_EVERY_MODULE = frozenset(Module().__dict__) - {"training"}
 _registries_of = itemgetter(*_REGISTRIES)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _dicts_of = itemgetter(*_REGISTRIES, *_HOOKS)
-_COUNT = len(_REGISTRIES) + len(_HOOKS)
+_OWN, _COUNT = len(_REGISTRIES), len(_REGISTRIES) + len(_HOOKS)
 
 
 class Names(NamedTuple):
@@ -90,26 +94,32 @@ class Layout:
     """
 
     __slots__ = (
-        *("_counts", "_filled", "_getters", "buffers", "children", "empty", "full", "hooks", "keys", "names"),
+        *("_counts", "_filled", "_getters", "_order", "buffers", "children", "empty", "full", "hooks", "keys", "names"),
         *("parameters", "sizes"),
     )
 
     def __init__(self, namespaces: Sequence[Namespace]) -> None:
         self.names = list(map(names_in, namespaces))
         self._counts = [len(names.all) for names in self.names]
+        self._order = list(chain.from_iterable(names.all for names in self.names))
         self._getters = [names.values for names in self.names]
         registries = list(chain.from_iterable(map(_registries_of, namespaces)))
         self.sizes = list(map(len, registries))
         self.keys: list[str] = list(chain.from_iterable(registries))
         self._filled = _picking([index for index, size in enumerate(self.sizes) if size])
-        places = [divmod(index, 3) for index in range(len(registries))]  # among all dicts of the modules
+        places = [divmod(index, _OWN) for index in range(len(registries))]  # among all dicts of the modules
         self.full = _picking([module * _COUNT + kind for (module, kind), size in zip(places, self.sizes) if size])
         self.empty = _picking([module * _COUNT + kind for (module, kind), size in zip(places, self.sizes) if not size])
         self.hooks = _picking(
-            [module * _COUNT + kind for pair in ((3, 4), (5, 6)) for module in range(len(namespaces)) for kind in pair]
+            [
+                module * _COUNT + _OWN + kind
+                for pair in ((0, 1), (2, 3))
+                for module in range(len(namespaces))
+                for kind in pair
+            ]
         )
-        kinds = [index % 3 for index, size in enumerate(self.sizes) for _ in range(size)]
-        entries = list(chain.from_iterable(map(dict.values, registries)))
+        kinds = [index % _OWN for index, size in enumerate(self.sizes) for _ in range(size)]
+        entries = _values_in(registries)
         filled = [(index, kind) for index, kind in enumerate(kinds) if entries[index] is not None]
         self.parameters, self.buffers, self.children = (
             _picking([index for index, kind in filled if kind == wanted]) for wanted in range(3)
@@ -117,7 +127,7 @@ class Layout:
 
     def read(self, namespaces: Sequence[Namespace]) -> tuple[list[Any], list[Any]] | None:
         """Return (attributes, entries) of the modules, None if they are laid out in another way."""
-        if list(map(len, namespaces)) != self._counts:
+        if list(map(len, namespaces)) != self._counts or list(chain.from_iterable(namespaces)) != self._order:
             return None
         registries = list(chain.from_iterable(map(_registries_of, namespaces)))
         if list(map(len, registries)) != self.sizes:
@@ -129,11 +139,18 @@ class Layout:
             return None
         if list(chain.from_iterable(filled)) != self.keys:
             return None
-        return attributes, list(chain.from_iterable(map(dict.values, filled)))
+        return attributes, _values_in(filled)
 
     def attributes(self, namespaces: Sequence[Namespace]) -> list[Any]:
         """Return the attributes of modules that are laid out so."""
         return list(chain.from_iterable([get(namespace) for get, namespace in zip(self._getters, namespaces)]))
+
+
+def _values_in(registries: Sequence[Namespace]) -> list[Any]:
+    """Return the values of registries; old models have ordered ones, whose order `dict` does not see."""
+    if _DICT.issuperset(map(type, registries)):
+        return list(chain.from_iterable(map(dict.values, registries)))
+    return [registry[key] for registry in registries for key in registry]
 
 
 def _picking(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -164,7 +181,7 @@ class Parts:
         self.namespaces = namespaces
         self.layout = Layout(namespaces) if layout is None else layout
         self.versions = self._look_at_dicts()
-        self.entries: list[Any] = list(chain.from_iterable(map(dict.values, self._full)))
+        self.entries: list[Any] = _values_in(self._full)
         if layout is None:
             self.attributes = self.layout.attributes(namespaces)
 

@@ -105,6 +105,7 @@ class Tree:
         return (
             self.parts.are_current()
             and list(map(type, self.modules)) == self.kinds
+            and all(map(is_, map(vars, self.modules), self.parts.namespaces))
             and not (any(self.parts.hooks) or any(GLOBAL_HOOKS))
             and not any(map(has_graph, self.tensors))
             and not (self.holders and self._others())

@@ -37,6 +37,14 @@ is_function_mode_active, without_function_modes = resolve_private(
     "torch._C.DisableTorchFunction",
     lost="every region",
 )
+# `is_profiling` says so, too, where that cannot be told.
+is_profiler_running: Callable[[], bool] = resolve_private(
+    "telling a profiler around a plan from none",
+    "torch.autograd._profiler_enabled",
+    probe=lambda ask: ask() in (True, False),
+    without=lambda: False,
+    lost="the refusal to plan inside of a profiler, which a plan ends",
+)
 is_dispatch_mode_active: Callable[[], int]
 is_dispatch_mode_active, _dispatch_mode_at, _push_dispatch_mode, _pop_dispatch_mode = resolve_private(
     "the stack of dispatch modes",

@@ -32,6 +32,16 @@ def test_a_step_that_is_none_of_the_model_is_refused(step: Callable[[nn.Module],
         reactivate.plan(model, budget="50%", step=lambda: step(model))
 
 
+def test_a_plan_does_not_end_a_profiler() -> None:
+    case = gpt()
+    with torch.profiler.profile() as profile:
+        case.model(*case.args, **case.kwargs)
+        with pytest.raises(UsageError, match="Make the plan before"):
+            planned(case, "90%")
+        case.model(*case.args, **case.kwargs)
+    assert sum(event.name == "aten::embedding" for event in profile.events()) >= 2
+
+
 def test_a_frozen_model_has_nothing_to_plan() -> None:
     model = Positions().requires_grad_(False)
     for options in ({}, {"loss": lambda out: out.sum()}):

@@ -102,6 +102,13 @@ def a_profiler_is_noticed() -> None:
         assert room.is_profiling()
 
 
+@needs("is_profiler_running")
+def a_profiler_is_told_from_none() -> None:
+    assert room.is_profiler_running() is False
+    with torch.profiler.profile():
+        assert room.is_profiler_running() is True
+
+
 @needs("has_graph")
 def a_view_that_lost_its_graph_has_had_one() -> None:
     base = torch.ones(2, requires_grad=True) * 1

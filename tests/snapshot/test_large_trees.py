@@ -95,6 +95,17 @@ def write_a_state(model: Any, x: Tensor) -> Tensor:
     return x + average(model)
 
 
+class Keyed(nn.Module):
+    def forward(self, x: Tensor, _first: bool = False, _then: float = 1.0, **others: float) -> Tensor:
+        return x * _then * sum(others.values()) if _first else x
+
+
+def by_keyword(model: Any, x: Tensor) -> Tensor:
+    if not hasattr(model, "keyed"):
+        model.keyed = Keyed()
+    return model.keyed(model.count(x), _first=True, _then=2.0, _known=0.5, _original=0.25)
+
+
 def load_a_state(model: Any, x: Tensor) -> Tensor:
     state = {name: value + 1 for name, value in model.averages.state_dict().items()}
     model.averages.load_state_dict(state)
@@ -118,7 +129,10 @@ WAYS = [by_name, from_the_registry, on_another_thread, on_another_thread_from_th
 @each(
     "kind, way",
     [
-        *((Model, way) for way in [*WAYS, by_functional_call, write_a_state, load_a_state, write_all_buffers]),
+        *(
+            (Model, way)
+            for way in [*WAYS, by_functional_call, by_keyword, write_a_state, load_a_state, write_all_buffers]
+        ),
         (Overriding, by_name),
     ],
 )

@@ -172,6 +172,14 @@ def test_no_other_thread_takes_a_tree_that_is_being_compared(monkeypatch: pytest
     assert tree.still_holds()
 
 
+def test_a_module_with_another_namespace_is_walked_over() -> None:
+    model = Model(nothing, is_large=False)
+    tree = tree_under([model])
+    assert tree.still_holds()
+    model.__dict__ = dict(model.__dict__)
+    assert not tree.still_holds() and tree_under([model]).parts.namespaces[0] is vars(model)
+
+
 def test_a_tensor_with_a_graph_is_no_state() -> None:
     model = Model(nothing, is_large=False, thing=torch.ones(WIDTH))
     tree = tree_under([model])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from state_programs import (
+    Program,
     Programs,
     Wrap,
     backward,
@@ -245,3 +247,104 @@ def hook_closes_over_a_tensor_with_a_gradient(wrap: Wrap) -> Any:
     weight, model = leaf(4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     model[0].register_forward_hook(lambda module, args, out: out * weight)
     return [with_changes(wrap, model, lambda _: None, lambda: None), weight.grad, state_of(model)]
+
+
+# -- parts of a module that no forward calls --------------------------------------------------------------------------------
+
+
+class Registering(nn.Module):
+    """Registers hooks of state dicts in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.is_ready = nn.Linear(4, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_ready:
+            self.is_ready = True
+            self._register_load_state_dict_pre_hook(self.double)
+            self.register_state_dict_post_hook(self.halve)
+            self.register_load_state_dict_post_hook(lambda module, keys: None)
+            self.register_state_dict_pre_hook(lambda module, prefix, keep: None)
+        return self.linear(x).tanh()
+
+    @staticmethod
+    def double(state: Any, prefix: str, *rest: Any) -> None:
+        state[prefix + "linear.weight"] = state[prefix + "linear.weight"] * 2
+
+    @staticmethod
+    def halve(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        state[prefix + "linear.weight"] = state[prefix + "linear.weight"] / 2
+
+
+@right
+def hooks_of_state_dicts_that_the_first_forward_registers(wrap: Wrap) -> Any:
+    module = Registering()
+
+    def counts() -> list[int]:
+        named = vars(module)
+        hooks = [name for name in named if "state_dict" in name]
+        return [len(named[name]) for name in hooks]
+
+    return [*with_changes(wrap, module, lambda step: None, counts), *module.state_dict().values()]
+
+
+class InOrder(nn.Module):
+    """Reads attributes and buffers in their order."""
+
+    def __init__(self, registry: type[dict[str, Any]]) -> None:
+        super().__init__()
+        self.first, self.second = 1.1, 1.7
+        self.__dict__["_buffers"] = registry()
+        for number, name in enumerate("abc", 1):
+            self.register_buffer(name, torch.full((4,), float(number)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, value in vars(self).items():
+            if name in ("first", "second"):
+                x = (x * value).tanh()
+        for buffer in self._buffers.values():
+            x = (x - buffer).sin()  # type: ignore[operator]
+        return x * self.a
+
+
+def _in_order(wrap: Wrap, before: Callable[[Any], Any], after: Callable[[Any], Any]) -> Any:
+    module = InOrder(OrderedDict if before is _reordered else dict)
+    before(module)
+    x = leaf(3, 4)
+    out = wrap(module)(x)
+    after(module)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *module.state_dict().values(), [*module.state_dict()], [*vars(module)]]
+
+
+def _nothing(module: Any) -> None:
+    pass
+
+
+def _first_anew(module: Any) -> None:
+    value = module.first
+    del module.first
+    module.first = value
+
+
+def _buffer_anew(module: Any) -> None:
+    value = module.a
+    del module.a
+    module.register_buffer("a", value)
+
+
+def _reordered(module: Any) -> None:
+    module._buffers.move_to_end("a")
+
+
+def _noted(module: Any) -> None:
+    module.note = 1
+
+
+for before, after in (
+    *((_nothing, _first_anew), (_nothing, _buffer_anew)),
+    *((_reordered, change) for change in (_nothing, _first_anew, _buffer_anew, _reordered, _noted)),
+):
+    run = functools.partial(_in_order, before=before, after=after)
+    PROGRAMS.listed.append(Program(run, name=f"parts in order: {before.__name__}, {after.__name__}"))

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.profiler import profile, record_function
 
+from reactivate._torch.modes import is_profiler_running
+from reactivate.errors import UsageError
+
 _MARK = "reactivate::moment "
 
 
@@ -103,7 +106,15 @@ def _profiled() -> Iterator[Marked]:
 def profiled() -> Iterator[Any]:
     """Profile, without the profiler's log on the terminal. Its events are read as they are: torch's own summary of them, and
     a file of them, take a hundred times as long as the step.
+
+    Raises:
+        UsageError: a profiler runs, which this one would end.
     """
+    if is_profiler_running():
+        raise UsageError(
+            "A plan on a CPU measures memory with torch's profiler, and a process has one at a time: the one that runs now "
+            "would end with nothing in it. Make the plan before `torch.profiler.profile()` begins, or after it has ended."
+        )
     is_set = _LOG_LEVEL in os.environ
     os.environ.setdefault(_LOG_LEVEL, "6")  # read when the first profiler of a process starts
     try:
