@@ -18,8 +18,8 @@ import reactivate
 from reactivate.errors import PlanInfeasible, UsageError
 
 
-@pytest.mark.parametrize(
-    ("step", "words"),
+@each(
+    "step, words",
     [
         (lambda model: None, "called no block of the Positions"),
         (lambda model: copy.deepcopy(model)(torch.randn(2, 8, 32)).sum().backward(), "called no block"),

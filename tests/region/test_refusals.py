@@ -16,6 +16,7 @@ import pytest
 import torch
 from journal import Journal
 from oracle import Case, check, leaf
+from several import each
 from torch import Tensor, nn
 
 import reactivate
@@ -404,7 +405,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each("name", CALLS)
 def test_a_misspelled_keyword_is_refused_with_the_one_that_is_meant(name: str) -> None:
     call, given, meant = CALLS[name]
     with pytest.raises(UsageError, match=f"^{name} does not take {given}=. Did you mean '{meant}'. It takes .*{meant}"):

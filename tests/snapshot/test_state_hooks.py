@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from several import each
 from state_programs import (
     Program,
     Programs,
     Wrap,
     backward,
+    check_program,
     curve,
     gradients,
     inputs,
@@ -342,9 +344,12 @@ def _noted(module: Any) -> None:
     module.note = 1
 
 
-for before, after in (
-    *((_nothing, _first_anew), (_nothing, _buffer_anew)),
-    *((_reordered, change) for change in (_nothing, _first_anew, _buffer_anew, _reordered, _noted)),
-):
-    run = functools.partial(_in_order, before=before, after=after)
-    PROGRAMS.listed.append(Program(run, name=f"parts in order: {before.__name__}, {after.__name__}"))
+@each(
+    "before, after",
+    [
+        *((_nothing, _first_anew), (_nothing, _buffer_anew)),
+        *((_reordered, change) for change in (_nothing, _first_anew, _buffer_anew, _reordered, _noted)),
+    ],
+)
+def test_parts_in_another_order(before: Any, after: Any) -> None:
+    check_program(Program(functools.partial(_in_order, before=before, after=after), name=after.__name__))
