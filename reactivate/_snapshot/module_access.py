@@ -88,6 +88,22 @@ def _nothing(*args: Any) -> None:
     """There is no more to tell."""
 
 
+class _Given(NamedTuple):
+    """Functions that the observing code is given, since its globals are torch's: under a name that is no module's argument.
+
+    Attributes:
+        first: told before; returns whether anyone is.
+        original: the function that is observed.
+        then: told what that has returned.
+        known: see `_known`.
+    """
+
+    first: Callable[..., bool]
+    original: Callable[..., Any]
+    then: Callable[..., None]
+    known: list[dict[int, Module]]
+
+
 class _Observed:
     """One of torch's functions, with code that tells of modules for as long as a forward is observed.
 
@@ -119,12 +135,9 @@ class _Observed:
             return True
 
         # With its own, which another thread may need in between.
-        own = {"_reactivate_first": first, "_reactivate_original": original, "_reactivate_then": tell}
-        self._given = {**(self._keywords or {}), **own}
+        self._given = {**(self._keywords or {}), "_reactivate": _Given(first, original, tell, _known)}
         if observing is None:  # Python 3.13 warns where a generator function is given code of another kind
             observing = _going_through if function.__code__.co_flags & CO_GENERATOR else _observing
-        else:
-            self._given["_reactivate_known"] = _known
         self._telling: CodeType = observing.__code__
 
     def begin(self) -> None:
@@ -138,66 +151,37 @@ class _Observed:
         self.function.__kwdefaults__ = self._keywords
 
 
-# With one frame more, not two: a module may call itself until the stack is full. The names are none that modules give to
-# arguments of theirs.
-def _observing(
-    *args: Any,
-    _reactivate_first: Any = None,
-    _reactivate_original: Any = None,
-    _reactivate_then: Any = None,
-    **kwargs: Any,
-) -> Any:
-    is_told = _reactivate_first(*args)
-    result = _reactivate_original(*args, **kwargs)
+# With one frame more, not two: a module may call itself until the stack is full.
+def _observing(*args: Any, _reactivate: _Given, **kwargs: Any) -> Any:
+    is_told = _reactivate.first(*args)
+    result = _reactivate.original(*args, **kwargs)
     if is_told:
-        _reactivate_then(result, *args)
+        _reactivate.then(result, *args)
     return result
 
 
-def _going_through(
-    *args: Any,
-    _reactivate_first: Any = None,
-    _reactivate_original: Any = None,
-    _reactivate_then: Any = None,
-    **kwargs: Any,
-) -> Any:
-    is_told = _reactivate_first(*args)
-    result = _reactivate_original(*args, **kwargs)
+def _going_through(*args: Any, _reactivate: _Given, **kwargs: Any) -> Any:
+    is_told = _reactivate.first(*args)
+    result = _reactivate.original(*args, **kwargs)
     if is_told:
-        _reactivate_then(result, *args)
+        _reactivate.then(result, *args)
     yield from result
 
 
 # A forward calls these two again and again, and hardly ever for a module that has not been told of.
-def _asking(
-    self: Any,
-    name: Any,
-    *,
-    _reactivate_known: Any,
-    _reactivate_first: Any,
-    _reactivate_original: Any,
-    _reactivate_then: Any,
-) -> Any:
-    known = _reactivate_known[0]
-    is_told = id(self) in known or _reactivate_first(self)
-    result = _reactivate_original(self, name)
+def _asking(self: Any, name: Any, *, _reactivate: _Given) -> Any:
+    known = _reactivate.known[0]
+    is_told = id(self) in known or _reactivate.first(self)
+    result = _reactivate.original(self, name)
     if is_told and id(result) not in known:
-        _reactivate_then(result)
+        _reactivate.then(result)
     return result
 
 
-def _calling(
-    self: Any,
-    *args: Any,
-    _reactivate_known: Any,
-    _reactivate_first: Any,
-    _reactivate_original: Any,
-    _reactivate_then: Any,
-    **kwargs: Any,
-) -> Any:
-    if id(self) not in _reactivate_known[0]:
-        _reactivate_first(self)
-    return _reactivate_original(self, *args, **kwargs)
+def _calling(self: Any, *args: Any, _reactivate: _Given, **kwargs: Any) -> Any:
+    if id(self) not in _reactivate.known[0]:
+        _reactivate.first(self)
+    return _reactivate.original(self, *args, **kwargs)
 
 
 def _tell_of_result(result: Any, *args: Any) -> None:

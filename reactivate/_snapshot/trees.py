@@ -91,7 +91,8 @@ class Tree:
         self.contents = [holder.record() for holder in walk.holders]
         self.tensors = walk.tensors
         self.generators, self.scripts, self.is_lazy = walk.generators, walk.scripts, walk.is_lazy
-        self.has_wrappers, self.is_settled = walk.has_wrappers, walk.is_settled
+        self.has_wrappers = walk.has_wrappers
+        self.is_settled = walk.is_settled and not (walk.scripts or walk.is_lazy or walk.has_wrappers)
         self.names: Callable[[], NamesOfWriters] = walk.code.names
         self.kept: KeptTree | None = None
 
@@ -112,13 +113,8 @@ class Tree:
         )
 
     def _others(self) -> list[int]:
-        if self.look is None and len(self.holders) >= _FEW_HOLDERS:
-            self.look = QuickLook(self.holders, self.contents)
-        return (
-            others_among(range(len(self.holders)), self.holders, self.contents)
-            if self.look is None
-            else self.look.others()
-        )
+        others, self.look = _others(self.holders, self.contents, self.look)
+        return others
 
     @property
     def has_more(self) -> bool:
@@ -231,12 +227,7 @@ class KeptTree:
         return True
 
     def _are_contents_alike(self) -> bool:
-        if self._look is not None:
-            changed = self._look.others()
-        else:
-            changed = others_among(range(len(self._holders)), self._holders, self._contents)
-            is_worth_it = not changed and len(self._holders) >= _FEW_HOLDERS
-            self._look = QuickLook(self._holders, self._contents) if is_worth_it else None
+        changed, self._look = _others(self._holders, self._contents, self._look)
         if changed:
             self._look = None
             contents = [*self._contents]
@@ -246,6 +237,17 @@ class KeptTree:
                     return False
             self._contents = contents
         return True
+
+
+def _others(
+    holders: Sequence[Holder], contents: Sequence[Contents], look: QuickLook | None
+) -> tuple[list[int], QuickLook | None]:
+    """Return the numbers of the objects that hold something else by now, and a quick look for the next time."""
+    if look is not None:
+        return look.others(), look
+    others = others_among(range(len(holders)), holders, contents)
+    is_worth_it = not others and len(holders) >= _FEW_HOLDERS
+    return others, QuickLook(holders, contents) if is_worth_it else None
 
 
 def _ids_of(holders: Iterable[Holder]) -> frozenset[int]:
@@ -294,7 +296,7 @@ class Trees:
 
     def note(self, roots: Sequence[Module], tree: Tree) -> None:
         """Note a tree for as long as a region has it."""
-        if tree.kept is None and tree.is_settled and not (tree.scripts or tree.is_lazy or tree.has_wrappers):
+        if tree.kept is None and tree.is_settled:
             self._live[tuple(map(id, roots))] = tree
 
     def keep(self, root: Module, tree: Tree) -> None:

@@ -267,9 +267,8 @@ class Walk:
 
     def _context_variable(self, value: Any, kind: type, place: str, depth: int) -> None:
         self.seen[id(value)] = value
-        with contextlib.suppress(
-            LookupError
-        ):  # it has no default; what it is set to is looked at with all of the context
+        # What it is set to is looked at with all of the context; it may have no default.
+        with contextlib.suppress(LookupError):
             self.look(Context().run(value.get), f"{place}.get()", depth)
 
     def _object(self, value: Any, kind: type, place: str, depth: int) -> None:

@@ -194,6 +194,10 @@ def moment_of(model: Model) -> Any:
     return None if tree is None else tree.moment()
 
 
+def thing_of(model: Any) -> Any:
+    return model.trainer.thing if hasattr(model, "trainer") else model.thing
+
+
 def use_the_log(model: Any, is_changed: bool = True) -> None:
     model.trainer.log[0] += 1
     model.factor = model.trainer.factor * model.trainer.log[0]
@@ -202,7 +206,7 @@ def use_the_log(model: Any, is_changed: bool = True) -> None:
 def use_the_thing(model: Any, is_changed: bool = True) -> None:
     """Use and change a thing as soon as it is small enough to be restored, or has no graph."""
     if is_changed:
-        thing = model.trainer.thing if hasattr(model, "trainer") else model.thing
+        thing = thing_of(model)
         if not isinstance(thing, Tensor) or not thing.requires_grad:
             thing[0] += 1
         model.factor = float(thing[0])
@@ -270,11 +274,11 @@ def shrink(model: Any) -> None:
 
 
 def detach(model: Any) -> None:
-    (model.trainer.thing if hasattr(model, "trainer") else model.thing).detach_()
+    thing_of(model).detach_()
 
 
 def make_a_graph(model: Any) -> None:
-    thing = model.trainer.thing if hasattr(model, "trainer") else model.thing
+    thing = thing_of(model)
     if not thing.requires_grad:
         thing.mul_(model.blocks[1].linear.bias)
 
