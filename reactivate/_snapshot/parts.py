@@ -31,6 +31,7 @@ _REGISTRIES = (
 )
 _OF_EVERY_MODULE = frozenset(Module().__dict__) - {"training"}
 _registries_of = itemgetter(*_REGISTRIES)
+_unsaved_of = itemgetter("_non_persistent_buffers_set")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _dicts_of = itemgetter(*_REGISTRIES, *_HOOKS)
 _OWN, _COUNT = len(_REGISTRIES), len(_REGISTRIES) + len(_HOOKS)
@@ -88,6 +89,7 @@ class Layout:
         names: of each module's attributes.
         sizes: how many entries each registry has.
         keys: the names of all entries.
+        unsaved: the names of each module's buffers that a state dict leaves out.
         parameters, buffers, children: functions that pick those from all entries.
         full, empty, hooks: functions that pick from all dicts of the modules the registries that hold anything, the others,
             and the dicts of hooks, those of forwards first.
@@ -95,7 +97,7 @@ class Layout:
 
     __slots__ = (
         *("_counts", "_filled", "_getters", "_order", "buffers", "children", "empty", "full", "hooks", "keys", "names"),
-        *("parameters", "sizes"),
+        *("parameters", "sizes", "unsaved"),
     )
 
     def __init__(self, namespaces: Sequence[Namespace]) -> None:
@@ -106,6 +108,7 @@ class Layout:
         registries = list(chain.from_iterable(map(_registries_of, namespaces)))
         self.sizes = list(map(len, registries))
         self.keys: list[str] = list(chain.from_iterable(registries))
+        self.unsaved: list[set[str]] = [{*_unsaved_of(namespace)} for namespace in namespaces]
         self._filled = _picking([index for index, size in enumerate(self.sizes) if size])
         places = [divmod(index, _OWN) for index in range(len(registries))]  # among all dicts of the modules
         self.full = _picking([module * _COUNT + kind for (module, kind), size in zip(places, self.sizes) if size])
@@ -130,7 +133,7 @@ class Layout:
         if list(map(len, namespaces)) != self._counts or list(chain.from_iterable(namespaces)) != self._order:
             return None
         registries = list(chain.from_iterable(map(_registries_of, namespaces)))
-        if list(map(len, registries)) != self.sizes:
+        if list(map(len, registries)) != self.sizes or list(map(_unsaved_of, namespaces)) != self.unsaved:
             return None
         filled = self._filled(registries)
         try:
@@ -227,13 +230,16 @@ class Parts:
         """Return whether these are the same objects under the same names."""
         one, other = self.layout, others.layout
         is_alike = one.names == other.names and one.sizes == other.sizes and one.keys == other.keys
-        return is_alike and self._hold_just(others.attributes, others.entries)
+        return is_alike and one.unsaved == other.unsaved and self._hold_just(others.attributes, others.entries)
 
     def put(self) -> None:
         """Let the modules be made of these parts, but for what a sharding library has moved to another form."""
         layout = self.layout
         attributes, sizes, entries = iter(self.attributes), iter(layout.sizes), iter(zip(layout.keys, self.entries))
-        for namespace, names in zip(self.namespaces, layout.names):
+        for namespace, names, unsaved in zip(self.namespaces, layout.names, layout.unsaved):
+            if (live := _unsaved_of(namespace)) != unsaved:
+                live.clear()
+                live.update(unsaved)
             for name in _REGISTRIES:
                 noted = dict(next(entries) for _ in range(next(sizes)))
                 _assign(namespace[name], noted, are_parameters=name == "_parameters")

@@ -255,11 +255,12 @@ def hook_closes_over_a_tensor_with_a_gradient(wrap: Wrap) -> Any:
 
 
 class Registering(nn.Module):
-    """Registers hooks of state dicts in its first forward."""
+    """Registers hooks of state dicts in its first forward, and in each a buffer that every other state dict has."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.is_ready = nn.Linear(4, 4), False
+        self.register_buffer("noted", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_ready:
@@ -268,6 +269,7 @@ class Registering(nn.Module):
             self.register_state_dict_post_hook(self.halve)
             self.register_load_state_dict_post_hook(lambda module, keys: None)
             self.register_state_dict_pre_hook(lambda module, prefix, keep: None)
+        self.register_buffer("noted", self.noted + 1, persistent="noted" in self._non_persistent_buffers_set)
         return self.linear(x).tanh()
 
     @staticmethod
@@ -280,13 +282,13 @@ class Registering(nn.Module):
 
 
 @right
-def hooks_of_state_dicts_that_the_first_forward_registers(wrap: Wrap) -> Any:
+def what_a_forward_changes_for_state_dicts(wrap: Wrap) -> Any:
     module = Registering()
 
-    def counts() -> list[int]:
+    def counts() -> list[Any]:
         named = vars(module)
         hooks = [name for name in named if "state_dict" in name]
-        return [len(named[name]) for name in hooks]
+        return [*(len(named[name]) for name in hooks), [*module._non_persistent_buffers_set]]
 
     return [*with_changes(wrap, module, lambda step: None, counts), *module.state_dict().values()]
 
