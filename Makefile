@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Without bytecode: Python writes that of what it imports, and that of the rest would take as long as the installation.
+# Where the environment forbids that, each of the hundreds of processes in the tests would compile torch's Python again.
+export PYTHONDONTWRITEBYTECODE :=
 INSTALL := install --disable-pip-version-check --no-compile
 JOBS ?= 2
 # A test process a core: more threads would only wait for each other.
