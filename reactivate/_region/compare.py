@@ -44,15 +44,18 @@ def compare(region: Region, again: Callable[[], Any]) -> None:
         filled = Filled(0)
         try:
             second = _again(region, forward, again, filled)
-        except ReactivateError:  # the function does something else where its ops are watched
+            # What an op or a custom function makes for itself may be memory that holds anything.
+            given = unsure & filled.given
+            if filled.is_used and second is not None:
+                others = [_again(region, forward, again, Filled(value)) for value in (1, 1, 0)]
+                unwritten = _unwritten(second, others, given)
+        except Exception as error:
+            # The function does something else where its ops are watched, or contexts of the user's are for one pass.
             if number is None:
                 return
-            raise
-        # What an op or a custom function makes for itself may be memory that holds anything.
-        given = unsure & filled.given
-        if filled.is_used and second is not None:
-            others = [_again(region, forward, again, Filled(value)) for value in (1, 1, 0)]
-            unwritten = _unwritten(second, others, given)
+            if isinstance(error, ReactivateError):
+                raise
+            second = None
         number = forward.difference(first, unwritten, given)
         is_deterministic = second is not None and first.difference(second, unwritten, given) is None
     if number is None:
@@ -78,10 +81,14 @@ def _unwritten(zero: Check, others: list[Check | None], given: frozenset[int]) -
 
 
 def _again(region: Region, forward: Check, again: Callable[[], Any], filled: Filled) -> Check | None:
-    """Recompute once more, and return the checksums."""
+    """Recompute once more, and return the checksums. If that fails, the region has what it had before."""
+    values = region.values
     region.check, region.filled = forward, filled
     try:
         again()
+    except BaseException:
+        region.values = values
+        raise
     finally:
         found, forward.recomputed = forward.recomputed, None
         region.check, region.filled = None, None

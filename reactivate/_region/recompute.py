@@ -89,14 +89,16 @@ def _recompute_for_more(region: Region, gradient: Tensor | None) -> Tensor | Non
     # If the forward is still running, its log is open, and these are not its ops.
     run = _recompute if region.log is None else region.log.unseen(_recompute)
     is_compared = region.check is not None and not region.is_in_forward
+    # What hooks of the user's unpack: they may do so once, and a comparison may need more than one recomputation.
+    unpacked: Memo | None = {} if is_compared and region.users_hooks else None
     left_behind = LeftBehind(region) if is_compared else None
     if observers:
         tell(context, "recomputation_begins", region)
-    context.copy().run(run, region, behind)
+    context.copy().run(run, region, behind, unpacked)
     if left_behind is not None:
         left_behind.refuse()
     if is_compared:
-        compare(region, lambda: context.copy().run(run, region, behind))
+        compare(region, lambda: context.copy().run(run, region, behind, unpacked))
         if region.proof is not None:
             region.proof.holds_now()
     if observers:
@@ -104,11 +106,17 @@ def _recompute_for_more(region: Region, gradient: Tensor | None) -> Tensor | Non
     return None if behind is None else behind.gradient
 
 
-def _recompute(region: Region, behind: FencedRecomputation | None = None) -> None:
-    """Run the function with the arguments and in the state of the forward."""
+def _recompute(region: Region, behind: FencedRecomputation | None = None, unpacked: Memo | None = None) -> None:
+    """Run the function with the arguments and in the state of the forward.
+
+    Args:
+        region: the region.
+        behind: the fence that the device needs.
+        unpacked: tensors that hooks gave an earlier one, and what they give this one; None if there is no other.
+    """
     was_enabled = is_grad_enabled()
     entered: list[Any] = []  # contexts, the outermost first; an `ExitStack` would cost microseconds
-    memo: Memo = {}
+    memo: Memo = {} if unpacked is None else unpacked.copy()
     lock = LockEntry(functools.partial(_memory_read_by, region, memo))
     try:  # around all that is set: an interrupt may come at any moment
         enter_recomputation(region.identity)
@@ -118,6 +126,9 @@ def _recompute(region: Region, behind: FencedRecomputation | None = None) -> Non
         hide_graphs(region)
         if behind is None:
             args, kwargs = _arguments(region, memo)
+            if unpacked is not None:
+                keys = {*map(id, region.specs)}.difference(region.replaced)
+                unpacked.update((key, memo[key]) for key in keys.intersection(memo))
             _enter_state_of_forward(region, memo, lock, entered)
             _run_again(region, args, kwargs)
         else:

@@ -20,7 +20,13 @@ from reactivate._snapshot.module_access import sees_all
 from reactivate._snapshot.shadows import is_state
 from reactivate._snapshot.trees import Tree, large_roots, tree_under, unseen_writers
 from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk
-from reactivate._torch.autograd import has_graph, innermost_pack_hook, is_of_checkpointing, save_tensor
+from reactivate._torch.autograd import (
+    has_graph,
+    innermost_pack_hook,
+    is_of_a_region,
+    is_of_checkpointing,
+    save_tensor,
+)
 
 Store = Callable[[Tensor, str], Any]
 """Hands a tensor that an op has computed, at a place, to the storage for inputs; None if the tensor stays where it is."""
@@ -103,6 +109,7 @@ class Call(Walk):
         self.versions: list[int] = []
         pack = innermost_pack_hook()
         self.is_hooked = pack is not None
+        self._is_users_hook = self.is_hooked and not (is_of_checkpointing(pack) or is_of_a_region(pack))
         self._store = None if store is None or is_of_checkpointing(pack) else store
         if type(fn) is FunctionType:  # as mostly, and modules
             facts = facts_of_code.get(id(fn.__code__))
@@ -226,7 +233,9 @@ class Call(Walk):
     def _tensor_argument(self, tensor: Tensor, place: str) -> Any:
         spec: Any = tensor
         if (self.is_hooked or tensor.requires_grad) and not is_state(tensor):
-            spec = self._stored(tensor, place) or (SavedInput(tensor) if self.is_hooked else save_tensor(tensor, False))
+            spec = self._stored(tensor, place)
+            if spec is None:
+                spec = self._saved(tensor) if self.is_hooked else save_tensor(tensor, False)
         if spec is not tensor:
             return self._keep(tensor, spec)
         self.seen[id(tensor)] = tensor
@@ -241,6 +250,9 @@ class Call(Walk):
         self.versions.append(tensor._version)
         return spec
 
+    def _saved(self, tensor: Tensor) -> SavedInput:
+        return SavedInput(tensor, is_users=self._is_users_hook)
+
     def _stored(self, tensor: Tensor, place: str) -> Any:
         return None if self._store is None or not has_graph(tensor) else self._store(tensor, place)
 
@@ -250,7 +262,7 @@ class Call(Walk):
             return
         spec = self.seen.get(id(tensor))
         if spec is None:
-            spec = self._keep(tensor, self._stored(tensor, place) or SavedInput(tensor))
+            spec = self._keep(tensor, self._stored(tensor, place) or self._saved(tensor))
         holder = CellTensorHolder(cell, spec)
         self.holders.append(holder)
         self.cells += (holder,)

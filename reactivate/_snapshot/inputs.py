@@ -7,13 +7,14 @@ it (Rules 7, 9) and autograd checks its version. What has a class here is made a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from inspect import GEN_CLOSED, GEN_CREATED, getgeneratorstate
 from types import GeneratorType
 from typing import Any, NamedTuple
 from weakref import ref
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from reactivate._snapshot.geometry import memory_of
 from reactivate._snapshot.iterators import copied
@@ -73,9 +74,16 @@ class InputSpec:
 
 
 class SavedInput(InputSpec):
-    """A tensor under saved-tensor hooks: the original, as long as it lives unmodified, or what the hooks give.
+    """A tensor under saved-tensor hooks: what these give.
 
-    What they give back in other memory counts its own versions: it may have been written to when it was read from a file.
+    It is the original, as long as that lives unmodified, if no hooks are the user's, who may take its memory away once they
+    have packed it, and counts what they unpack. Parameters stay what they are: code asks for their class.
+
+    What hooks give back in other memory counts its own versions: it may have been written to when it was read from a file.
+
+    Args:
+        tensor: the tensor.
+        is_users: whether the hooks are the user's.
 
     Attributes:
         saved: autograd's saved tensor.
@@ -83,9 +91,10 @@ class SavedInput(InputSpec):
 
     __slots__ = ("_attributes", "_memory", "_original", "_version", "saved")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, is_users: bool) -> None:
         self.saved = save_tensor(tensor, False)
-        self._original = ref(tensor)
+        self._original: Callable[[], Tensor | None]
+        self._original = _nothing if is_users and not isinstance(tensor, Parameter) else ref(tensor)
         self._version = tensor._version
         self._attributes = dict(vars(tensor))
         # A weak reference of Python: on torch 2.9 one of C++ keeps the storage's object, and the planner sees no end of it.
@@ -106,6 +115,10 @@ class SavedInput(InputSpec):
         if self._memory is None:
             return False
         return memory_of(tensor) is None or self._memory() is not tensor.untyped_storage()
+
+
+def _nothing() -> None:
+    """Return what there is of a tensor that has gone."""
 
 
 def _uncounted(tensor: Tensor) -> Tensor:

@@ -10,11 +10,13 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from threading import RLock
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from reactivate.errors import UnsupportedError
 
@@ -139,10 +141,18 @@ def layout(what: str) -> Callable[[Callable[[], Place | None]], Callable[[], Pla
 def _tried(probe: Callable[..., Any], found: tuple[Any, ...]) -> Any:
     """Return what a probe does; None where it raises, whatever that is: what it looks at is not as expected."""
     try:
-        with torch.inference_mode(False), torch.enable_grad():  # whatever is around the import
+        with torch.inference_mode(False), torch.enable_grad(), _own_hooks():  # whatever is around the import
             return probe(*found)
     except Exception:
         return None
+
+
+def _own_hooks() -> AbstractContextManager[Any]:
+    """Return a context in which saved-tensor hooks of the user's, if there are any, are given no tensor."""
+    top = find("torch._C._autograd._top_saved_tensors_default_hooks")
+    if is_missing(top) or top(True) is None:
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class Replaced:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from oracle import Watched, assert_alike
+from several import each
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import reactivate
 from reactivate import policies
@@ -83,7 +85,7 @@ WRAPS: dict[str, Wrap] = {
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("changes", [True, False])
-@pytest.mark.parametrize("kind", [Evaluated, Scaled])
+@each("kind", [Evaluated, Scaled])
 def test_state_that_changes_after_the_forward(kind: type[Any], changes: bool, pack: str, wrap: str) -> None:
     chosen = WRAPS[wrap]
     plain = trained(kind, PACKS[pack], lambda module: chosen_plainly(module, wrap), changes)
@@ -160,7 +162,7 @@ def test_hooks_that_cast() -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("hooks", [nullcontext, torch.autograd.graph.allow_mutation_on_saved_tensors])
+@each("hooks", [nullcontext, torch.autograd.graph.allow_mutation_on_saved_tensors])
 def test_the_error_for_a_write_says_what_autograd_does_without_hooks(hooks: Any) -> None:
     def fn(x: Tensor) -> Tensor:
         y = x.sin().exp()
@@ -172,3 +174,117 @@ def test_the_error_for_a_write_says_what_autograd_does_without_hooks(hooks: Any)
         with pytest.raises(MutationError) as caught:
             out.sum().backward()
     assert ("Without checkpointing autograd refuses this too" in str(caught.value)) == (hooks is nullcontext)
+
+
+# -- inputs, and what hooks count -------------------------------------------------------------------------------------
+
+
+class Tracker(saved_tensors_hooks):
+    """Hooks of an offloader: they keep copies, each of which is taken once."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Tensor] = {}
+        self.count = 0
+        super().__init__(self.keep, lambda number: self.kept.pop(number))
+
+    def keep(self, tensor: Tensor) -> int:
+        self.count += 1
+        self.kept[self.count] = tensor.detach().clone()
+        return self.count
+
+
+def _nothing(tensor: Tensor) -> None:
+    pass
+
+
+def _other_memory(tensor: Tensor) -> None:
+    tensor.data = torch.zeros_like(tensor)
+
+
+def _write_unseen(tensor: Tensor) -> None:
+    tensor.data.mul_(3)
+
+
+def _free(tensor: Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
+@each("take", [_nothing, _other_memory, _write_unseen, _free])
+def test_an_offloader_may_take_the_memory_of_what_it_has_packed(take: Callable[[Tensor], None]) -> None:
+    """The model still holds the input, as with the hidden states of all layers."""
+    linear = nn.Linear(4, 4)
+
+    def run(fn: Wrap, step: int) -> list[Tensor]:
+        linear.zero_grad()
+        leaf = torch.full((3, 4), step + 1.0, requires_grad=True)
+        tracker = Tracker()
+        with tracker:
+            hidden = leaf * 2
+            out = fn(hidden)
+        take(hidden)
+        out.square().sum().backward()
+        assert not tracker.kept, "each is unpacked once"
+        return [out.detach(), leaf.grad, linear.weight.grad]  # type: ignore[list-item]
+
+    def block(x: Tensor) -> Tensor:
+        return linear(x.sin()).exp()
+
+    for check in ("first", "every", "none"):
+        region, ran = reactivate.checkpoint(block, check=check), Watched()
+        for step in range(4):
+            plain = run(block, step)
+            with observed_by(ran):
+                assert_alike(plain, run(region, step))
+        assert ran.regions == ran.recomputations == 4
+
+
+class Workspace(torch.autograd.Function):
+    """Saves memory of which it fills a part, as an LSTM does: a comparison has to recompute several times."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        torch.full((5000,), float(next(_numbers)))  # something else in the memory that comes next
+        space = torch.empty(5000)
+        space[:3] = 1
+        ctx.save_for_backward(x, space)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        x, space = ctx.saved_tensors
+        return gradient * x.cos() * space[0]
+
+
+_numbers = iter(range(1, 1 << 30))
+
+
+@contextmanager
+def once() -> Iterator[None]:
+    yield
+
+
+@each(
+    "make",
+    [
+        None,
+        lambda: (once(), once()),
+        lambda: create_selective_checkpoint_contexts([torch.ops.aten.mul.Tensor]),
+    ],
+)
+def test_a_comparison_takes_what_can_be_had_once(make: Any) -> None:
+    """Hooks that give each tensor once, and contexts that can be entered once."""
+    guards = reactivate.guards.DEFAULT
+    if make is not None:
+        guards = guards.adding(reactivate.guards.ContextPair(make))
+    fn = reactivate.checkpoint(lambda x: Workspace.apply(x * 2).sin(), guards=guards)
+    ran = Watched()
+    for step in range(8):
+        x = torch.randn(4, requires_grad=True)
+        tracker = Tracker()
+        with observed_by(ran), tracker:
+            out = fn(x + step).sum()
+        with observed_by(ran):
+            out.backward()
+        expected = torch.autograd.grad(((x + step) * 2).sin().sin().sum(), x)[0]
+        assert x.grad is not None and torch.equal(x.grad, expected) and not tracker.kept
+    assert ran.regions == 8 and ran.recomputations >= 8
