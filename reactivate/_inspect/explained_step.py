@@ -147,7 +147,8 @@ class ExplainedStep(Step):
         self._ledger = Ledger(self._known())
         with observed_by(self):
             with saved_tensors_hooks(self._pack, attrgetter("tensor")):
-                output = model(*self.args, **self.kwargs)
+                args, kwargs = self.given()
+                output = model(*args, **kwargs)
             roots = self._roots_of(leaves_of("output", output).values())
             self._count_kept()
             gradients_of(roots, list(self.inputs.values()))

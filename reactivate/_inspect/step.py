@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from reactivate._passes.observing import observed_by
 from reactivate._region.accounts import Ledger
 from reactivate._region.region import Region
 from reactivate._snapshot.call import Call
+from reactivate._snapshot.inputs import Input, IteratorInput, rebuild
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.rewound_moment import RewoundMoment
 from reactivate._snapshot.shadows import note_written
@@ -53,7 +55,7 @@ class Step:
     """A model and its arguments, with the state that both can reach.
 
     Attributes:
-        has_changed: whether a run has written to parameters before there were copies, so that they stay changed.
+        has_changed: whether a run has written to parameters or arguments before there were copies, so that they stay changed.
     """
 
     has_changed = False
@@ -83,12 +85,15 @@ class Step:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Begin in the state that the call was made in, and go back to it: modules and random numbers."""
+        """Begin in the state that the call was made in, and go back to it: modules, objects and random numbers."""
         with ExitStack() as stack:
             for source in self.sources:
                 stack.callback(source.write, source.read())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._gradients_put_back())
+            for cell in self.reach.cells:  # before anything is rewound
+                cell.prepare({})
+                stack.callback(cell.let_go)
             stack.enter_context(RewoundMoment(self._moment))
             yield
         self._note_writes()
@@ -96,7 +101,7 @@ class Step:
     @contextmanager
     def _gradients_put_back(self) -> Iterator[None]:
         """Put back the gradients: the forward itself may run a backward."""
-        leaves = [item for item in self.inputs.values() if item.is_leaf]
+        leaves = [item for item in self.inputs.values() if item.is_leaf or item.retains_grad]
         before = [leaf.grad for leaf in leaves]
         try:
             yield
@@ -106,20 +111,34 @@ class Step:
                     leaf.grad = gradient
 
     def _present(self) -> Moment:
-        return Moment((), (), (), self.reach.tree, self.reach.may_write_unseen)
+        reach = self.reach
+        return Moment(reach.holders, reach.tensors, (), reach.tree, reach.may_write_unseen)
 
     def _note_writes(self) -> None:
-        """Have copies of the parameters that the step writes to from now on: all are too many to copy them first."""
-        moved = [item for item in self._moment.unrestored() if isinstance(item.tensor, Tensor)]
+        """Have copies of the parameters and arguments that the step writes to from now on: all are too many to copy first."""
+        reach = self.reach
+        moved = [(item.tensor, item.place) for item in self._moment.unrestored() if isinstance(item.tensor, Tensor)]
+        written = list(filter(_is_written, reach.inputs))
+        reach.inputs = list(filterfalse(_is_written, reach.inputs))
+        reach.tensors += (item.tensor for item in written)
+        moved += ((item.tensor, item.place) for item in written)
         if not moved:
             return
-        for item in moved:
-            note_written(item.tensor)
+        for tensor, _ in moved:
+            note_written(tensor)
         self._moment, self.has_changed = self._present(), True
-        names = shortened((item.place for item in moved), 3)
+        names = shortened((place for _, place in moved), 3)
         warn(
-            f"The model writes to parameters in its forward: {names}. This run has changed them, since nothing had a copy of "
-            "them; the runs that follow put them back."
+            f"The model writes to parameters or arguments in its forward: {names}. This run has changed them, since nothing "
+            "had a copy of them; the runs that follow put them back."
+        )
+
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of one run, which uses iterators up."""
+        reach, args, kwargs = self.reach, self.args, self.kwargs
+        return (
+            tuple(_copied(spec, item) for spec, item in zip(reach.args, args)),
+            {name: _copied(reach.kwargs[name], item) for name, item in kwargs.items()},
         )
 
     def _roots_of(self, outputs: Iterable[Tensor]) -> list[Tensor]:
@@ -149,7 +168,8 @@ class Step:
             return tensor
 
         with saved_tensors_hooks(count, lambda tensor: tensor):
-            output = model(*self.args, **self.kwargs)
+            args, kwargs = self.given()
+            output = model(*args, **kwargs)
         outputs = leaves_of("output", output)
         roots = self._roots_of(outputs.values())
         gradients = gradients_of(roots, list(self.inputs.values()))
@@ -162,6 +182,14 @@ class Step:
                 run.results[f"buffer {name} of {type(module).__name__} {number}"] = buffer.clone()
         for source in self.sources:
             run.results[f"random state of {source.name}"] = source.told()
+
+
+def _is_written(item: Input) -> bool:
+    return item.is_constant and item.tensor._version != item.version
+
+
+def _copied(spec: Any, item: Any) -> Any:
+    return rebuild(spec, {}) if isinstance(spec, IteratorInput) else item
 
 
 def leaves_of(name: str, value: Any) -> dict[str, Tensor]:

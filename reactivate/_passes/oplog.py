@@ -70,8 +70,13 @@ class LoggedOp:
 
 
 class OpLog(DispatchMode):
-    """Writes down every op under it, and calls `check` with all of them after each."""
+    """Writes down every op under it, and calls `check` with all of them after each.
 
+    Attributes:
+        may_omit: whether the function has asked `is_recomputing()`, so that its recomputation may leave ops out.
+    """
+
+    may_omit = False
     is_of_users_ops = True  # what a region does beside them is no op of its function
 
     def __init__(self, check: Callable[[list[LoggedOp]], None] | None = None) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from reactivate._passes.current import is_recomputed
 from reactivate._passes.logs import current_log
+from reactivate._passes.oplog import OpLog
+from reactivate._torch.modes import dispatch_modes, is_dispatch_mode_active
 
 _MAY_OMIT = "the region has asked is_recomputing() before it, so that its recomputation may leave calls out"
 
@@ -29,4 +31,8 @@ def is_recomputing() -> bool:
         return True
     if (log := current_log()) is not None:
         log.rerun_from_here(_MAY_OMIT)
+    if is_dispatch_mode_active():
+        for mode in dispatch_modes():
+            if isinstance(mode, OpLog):
+                mode.may_omit = True
     return False

@@ -216,17 +216,18 @@ class TrainingStep:
     def _on(self, device: torch.device | None, make: MakeGradient | None) -> Iterator[Running]:
         args, kwargs = self.args, dict(self.kwargs or {})
         with ExitStack() as stack:
-            reach = stack.enter_context(self._put_back(args, kwargs))
+            step = stack.enter_context(self._put_back(args, kwargs))
+            args, kwargs = step.given()
             if device is not None:
-                args, kwargs = stack.enter_context(faked(self.model, args, kwargs, device, self.known, reach))
+                args, kwargs = stack.enter_context(faked(self.model, args, kwargs, device, self.known, step.reach))
                 prepare_sharding(self.model.modules())  # which fills up uneven parts: not in the step
             stack.enter_context(_with_gradients(self._trained(), self.layouts.made(self._trained(), make)))
             known = [*_state_of(self.model), *leaves_of("args", (args, kwargs)).values()]
             yield lambda: self._run(args, kwargs), known
 
     @contextmanager
-    def _put_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-        """Put back what the step changes when it is over; yield what the call of the model reaches."""
+    def _put_back(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Step]:
+        """Put back what the step changes when it is over; yield the call of the model."""
         states = [Step(self.model, args, kwargs)]
         users = self.loss if self.whole is None else self.whole
         if users is not None:  # it may count its calls, and have modules of its own
@@ -240,7 +241,7 @@ class TrainingStep:
             stack.enter_context(_with_gradients(leaves, [None] * len(leaves)))
             stack.enter_context(_refusing_optimizers(is_users=self.whole is not None))
             stack.enter_context(called(self.caller))
-            yield states[0].reach
+            yield states[0]
 
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]

@@ -14,6 +14,7 @@ import explain_cases
 import pytest
 import torch
 from explain_cases import RNG_BYTES, Block, Model, every_model, made, prepared
+from journal import Journal
 from oracle import assert_bitwise, leaf, random_states
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -364,7 +365,7 @@ def test_training_goes_on_bitwise_after_a_fake_run(name: str) -> None:
 
 def test_nothing_is_left_behind() -> None:
     """Without the garbage collector: also not a tensor that autograd keeps for the op that made it."""
-    seen: list[ref[Tensor]] = []
+    seen = Journal()  # of references: a list would be as it was before
 
     class Exp(torch.autograd.Function):
         @staticmethod

@@ -469,11 +469,13 @@ TOOLS = {
 }
 
 
-@pytest.mark.parametrize("name", TOOLS)
+@each("name", TOOLS)
 def test_parameters_that_the_forward_writes_to_are_put_back_from_the_second_run_on(name: str) -> None:
     model, x = nn.Sequential(Momentum(), Momentum()), torch.randn(2, 4)
     start = copy.deepcopy(model.state_dict())
-    with pytest.warns(UserWarning, match=r"writes to parameters in its forward: .*\.second\.weight.* and 1 more"):
+    with pytest.warns(
+        UserWarning, match=r"writes to parameters or arguments in its forward: .*\.second\.weight.* and 1 more"
+    ):
         found = TOOLS[name](model, x)
     assert not isinstance(found, Verdict) or found
     after = copy.deepcopy(model.state_dict())
