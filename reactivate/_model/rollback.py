@@ -59,13 +59,15 @@ class Rollback:
             leaves |= {id(item): item for item in module.parameters(recurse=False)}
         leaves |= {id(item): item for item in reach.reached() if item.is_leaf and item.requires_grad}
         self._leaves = [(leaf, leaf._version) for leaf in leaves.values()]
-        self._sums = [(leaf, checksum_of(_here(leaf.detach()))) for leaf in leaves.values() if _has_sum(leaf)]
         self._gradients = [(leaf, leaf.grad, _on_host(leaf.grad)) for leaf in leaves.values()]
         buffers = {id(item): item for module in self.modules for item in module.buffers(recurse=False)}
         self._buffers = [(item, item.detach().clone()) for item in buffers.values()]
         self._others = [
             (item, item._version) for item in reach.reached() if not item.is_inference() and id(item) not in buffers
         ]
+        unseen = {id(item): item for item, _ in self._others} if reach.may_write_unseen() else {}
+        watched = (leaves | unseen).values()
+        self._sums = [(item, checksum_of(_here(item.detach()))) for item in watched if _has_sum(item)]
         self._optimizers: dict[int, _OptimizerState] = {}
         self._companions = _Companions([item for item in reach.seen.values() if isinstance(item, _COMPANIONS)])
         own = (item for item in reach.seen.values() if isinstance(item, Optimizer))
@@ -105,9 +107,9 @@ class Rollback:
 
     def not_put_back(self) -> str:
         """Say what has other bits than before the step, once all was put back: `.data` is written to without a trace."""
-        if all(torch.equal(checksum_of(_here(leaf.detach())), known) for leaf, known in self._sums):
+        if all(torch.equal(checksum_of(_here(item.detach())), known) for item, known in self._sums):
             return ""
-        return "the step had changed parameters itself"
+        return "the step had changed tensors in a way that leaves no trace (`.data`, NumPy)"
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -230,9 +232,11 @@ def _here(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _has_sum(leaf: Tensor) -> bool:
-    here = _here(leaf.detach())
-    return type(here) in (Tensor, Parameter) and here.layout is torch.strided and not here.is_meta
+def _has_sum(tensor: Tensor) -> bool:
+    here = _here(tensor.detach())
+    return (
+        type(here) in (Tensor, Parameter) and here.layout is torch.strided and not (here.is_meta or here.is_quantized)
+    )
 
 
 def _namespaces_of(module: Module) -> Iterator[dict[str, Any]]:

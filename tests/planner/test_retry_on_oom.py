@@ -18,6 +18,7 @@ from journal import Journal
 from oracle import assert_bitwise, random_states
 from plan_models import GPT, loss_of, tokens
 from ranks import errors_of, listed
+from several import each
 from torch import Tensor, nn
 
 import reactivate
@@ -241,15 +242,15 @@ def test_a_step_that_draws_which_layers_run() -> None:
     plan = reactivate.plan(model, tokens(4, 64), budget="1GiB", loss=loss_of)
     plain = copy.deepcopy(model)
     assert 0 < len(plan.decisions) < 6
-    for each, limit, wrap in ((plain, 6, lambda step: step), (model, 1, reactivate.retry_on_oom)):
-        each.least_kept = limit
+    for trained, limit, wrap in ((plain, 6, lambda step: step), (model, 1, reactivate.retry_on_oom)):
+        trained.least_kept = limit
         torch.manual_seed(0)
-        if each is model:
+        if trained is model:
             reactivate.apply(model, plan)
 
         @wrap
-        def step(each: nn.Module = each) -> Tensor:
-            loss = loss_of(each(tokens(4, 64)))
+        def step(trained: nn.Module = trained) -> Tensor:
+            loss = loss_of(trained(tokens(4, 64)))
             loss.backward()
             return loss.detach()
 
@@ -279,7 +280,34 @@ def test_parameters_that_the_step_itself_writes_to_without_a_trace(
     model.fails = Failing("after the optimizer" if undo_optimizer else "backward")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         reactivate.retry_on_oom(step, undo_optimizer=undo_optimizer)()
-    assert "the step had changed parameters itself" in said_in(caught.value)
+    assert "the step had changed tensors in a way that leaves no trace" in said_in(caught.value)
+
+
+@each(
+    "write",
+    [
+        lambda average: average.data.mul_(0.9),
+        lambda average: numpy.multiply(average.numpy(), 0.9, out=average.numpy()),
+        lambda average: None,
+    ],
+)
+def test_other_tensors_that_the_step_writes_to_without_a_trace(write: Callable[[Tensor], Any]) -> None:
+    model, average = Model(), torch.ones(20_000)
+    reactivate.apply(model, reactivate.plan(model, tokens(4, 64), budget="80%", loss=loss_of))
+
+    @reactivate.retry_on_oom
+    def step() -> None:
+        write(average)
+        loss_of(model(tokens(4, 64))).backward()
+
+    model.fails = Failing("backward")
+    if write(torch.ones(3)) is None:
+        with pytest.warns(UserWarning, match="ran out of memory"):
+            step()
+        return
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        step()
+    assert "the step had changed tensors in a way that leaves no trace" in said_in(caught.value)
 
 
 def test_the_tensors_of_a_failed_step_are_gone_before_it_is_planned_again() -> None:
@@ -339,9 +367,9 @@ def test_memory_that_runs_out_while_a_shape_is_planned() -> None:
             fails(place)
 
     model.fails = fails_on_fakes
-    for each, wrap in ((plain, lambda step: step), (model, reactivate.retry_on_oom)):
+    for trained, wrap in ((plain, lambda step: step), (model, reactivate.retry_on_oom)):
         torch.manual_seed(0)
-        step = wrap(lambda each=each: loss_of(each(tokens(4, 48))).backward())
+        step = wrap(lambda trained=trained: loss_of(trained(tokens(4, 48))).backward())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             step()
