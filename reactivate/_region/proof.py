@@ -10,12 +10,13 @@ outputs of both passes are compared by checksum, or where the forward took check
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from reactivate._passes.oplog import checksum
+from reactivate._region import naming
 from reactivate._snapshot.geometry import memory_of
 from reactivate._snapshot.held import WeakTensor
 from reactivate._snapshot.inputs import WrittenInput
@@ -25,6 +26,26 @@ from reactivate._torch.dynamo import DispatchMode
 from reactivate._torch.modes import run_unseen
 from reactivate._torch.ops import call_counted, flatten
 from reactivate._types import Unrestored
+
+if TYPE_CHECKING:
+    from reactivate._region.region import Region
+    from reactivate._snapshot.call import Call
+
+
+def find_written(region: Region, call: Call) -> list[Unrestored]:
+    """Return what the forward of a region, which is over, wrote to without a copy being there.
+
+    Of an argument with a gradient a recomputation reads what the forward left from now on.
+    """
+    written = region.moment.finish()
+    if region.inputs or region.reached is not None:
+        written += region.unrestored_inputs()
+    for tensor, spec, version in zip(call.given, call.specs, call.versions):
+        if tensor._version != version:
+            left = tensor if tensor.is_leaf else WrittenInput(tensor)
+            region.replaced = {**region.replaced, id(spec): left}
+            written.append(Unrestored(left, naming.place_of(region, spec), version))
+    return written
 
 
 class WriteProof:

@@ -45,7 +45,7 @@ from reactivate._torch.autograd import (
     set_grad_enabled,
 )
 from reactivate._torch.dynamo import leave_to_eager
-from reactivate._torch.modes import is_batched, unbatched
+from reactivate._torch.modes import beside_function_modes, is_batched, is_function_mode_active, unbatched
 from reactivate._types import Unrestored
 from reactivate._xla.recomputation import FencedRecomputation
 from reactivate.errors import ReactivateError
@@ -219,7 +219,9 @@ def _enter_state_of_forward(region: Region, memo: Memo, lock: LockEntry, entered
     if region.inputs:
         given += map(original_of, map(_TENSOR, region.inputs))
     others = (*region.args, *region.kwargs.values()) if region.kwargs else region.args  # what is a spec is no tensor
-    rewound = RewoundMoment(region.moment, given, others)
+    rewound: Any = RewoundMoment(region.moment, given, others)
+    if is_function_mode_active():
+        rewound = _BesideFunctionModes(rewound)
     rewound.__enter__()
     entered.append(rewound)
     for context in late:
@@ -229,6 +231,19 @@ def _enter_state_of_forward(region: Region, memo: Memo, lock: LockEntry, entered
     if stale:
         refuse = functools.partial(_refusal, region, stale)
         _enter(StaleReads([tensor for tensor, _ in stale], refuse), entered)
+
+
+class _BesideFunctionModes:
+    """A context that begins and ends unseen by function modes of the user's: it puts back what these have counted."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        beside_function_modes(self._context.__enter__)()
+
+    def __exit__(self, *error: object) -> None:
+        beside_function_modes(self._context.__exit__)(*error)
 
 
 def _memory_read_by(region: Region, memo: Memo) -> frozenset[int] | None:

@@ -35,7 +35,7 @@ from reactivate._region.accounts import NotKept, counting_threads, note_shortage
 from reactivate._region.due import is_due, note_writer, owner_of
 from reactivate._region.matching import Metadata, Values, metadata_of
 from reactivate._region.options import Options
-from reactivate._region.proof import WriteProof
+from reactivate._region.proof import WriteProof, find_written
 from reactivate._region.recompute import recompute
 from reactivate._region.scripts import call_watched, is_being_watched, refuse_watched
 from reactivate._region.sharing import current_group, groups, is_read_by_another
@@ -43,7 +43,7 @@ from reactivate._region.transforms import is_plain_under_transform
 from reactivate._saved_calls.life import ForwardLog
 from reactivate._saved_calls.saved_call import SETTLING_CODE, Kept, SavedCall, Slot
 from reactivate._snapshot.call import Call
-from reactivate._snapshot.inputs import Input, WrittenInput
+from reactivate._snapshot.inputs import Input
 from reactivate._snapshot.moment import Moment
 from reactivate._snapshot.reached_modules import ReachedModules
 from reactivate._snapshot.region_calls import RegionCall
@@ -71,7 +71,7 @@ from reactivate._torch.dynamo import (
     leave_to_eager,
     prefer_version_used_last,
 )
-from reactivate._torch.modes import current_transform, is_function_mode_active, without_function_modes
+from reactivate._torch.modes import beside_function_modes, current_transform, is_function_mode_active, run_unseen
 from reactivate._types import DEVICE, Unrestored
 from reactivate._xla.exits import through_exit
 from reactivate._xla.fence import fences
@@ -165,10 +165,12 @@ class Region:
         if current_transform() is not None and is_plain_under_transform():
             return _call
         prefer_version_used_last(False)
-        store = None
-        if options.inputs is not DEVICE:
-            store = store_for(options.inputs, options.name or naming.name_of_region(fn))
+        inputs = options.inputs
+        store = None if inputs is DEVICE else store_for(inputs, options.name or naming.name_of_region(fn))
         make: Any = functools.partial(keeping_for, self, Call) if observers else Call
+        note: Any = Moment
+        if is_function_mode_active():  # its looks at tensors are none of the user's ops
+            make, note = beside_function_modes(make), beside_function_modes(note)
         call = self.call = make(fn, args, kwargs, store=store, for_region=True)
         if call.scripts and is_being_watched(call.scripts):
             return functools.partial(call_watched, scripts=call.scripts)
@@ -179,11 +181,10 @@ class Region:
         self.closed_code, self.specs, self.inputs, self.cells = call.closed_code, call.specs, call.inputs, call.cells
         if call.is_hooked:
             self.users_hooks = users_hooks()
-        self.saved = []
-        self.lock = RLock()
+        self.saved, self.lock = [], RLock()
         self.script_graph = last_script_graph()
         tree = call.tree if options.restores_modules else None
-        self.moment = Moment(call.holders, call.tensors, call.arguments(), tree, call.may_write_unseen)
+        self.moment = note(call.holders, call.tensors, call.arguments(), tree, call.may_write_unseen)
         self.tokens = tokens = []
         enter_region(self)
         if call.is_large and options.restores_modules:
@@ -243,8 +244,7 @@ class Region:
         if frame is None:
             frame = _getframe(1)
         if is_function_mode_active():
-            with without_function_modes():
-                return self.pack(tensor, frame)
+            return beside_function_modes(self.pack)(tensor, frame)  # type: ignore[no-any-return]
         if watches:  # in the recomputation of a region around this one
             refuse_stale(tensor)
         code, saved = frame.f_code, self.saved
@@ -304,25 +304,20 @@ class Region:
             if not self.is_ordinary:
                 self._close_guards(None)
             self.is_in_forward, self.tokens = False, []
-        written = self.moment.finish()
-        if self.inputs or self.reached is not None:
-            written += self._unrestored_inputs()
         call: Any = self.call
         self.call = None
+        find: Any = beside_function_modes(find_written) if is_function_mode_active() else find_written
+        written = find(self, call)
         if self.places is not None:
             remember(owner_of(self.fn), self.places)
         if self.check is not None:
-            self.check.note_outputs(result)
+            run_unseen(self.check.note_outputs, result)
             if self.bits is not None:
                 written += self.bits.written()
                 self.bits = None
-        for tensor, spec, version in zip(call.given, call.specs, call.versions):
-            if tensor._version != version:
-                written.append(self._replace(tensor, spec, version))
         if written:
             self._need_proof(written, call, result)
-        graph = last_script_graph()
-        if graph is not self.script_graph:
+        if (graph := last_script_graph()) is not self.script_graph:
             refuse_watched(graph, naming.name_of(self))
         return result if self.is_ordinary else self._end_more(result, call)
 
@@ -338,13 +333,6 @@ class Region:
         if observers:
             tell(self.context, "forward_done", self)
         return result
-
-    def _replace(self, tensor: Tensor, spec: Any, version: int) -> Unrestored:
-        """Let a recomputation read an argument as the forward left it, which wrote to it."""
-        place = naming.place_of(self, spec)
-        left = tensor if tensor.is_leaf else WrittenInput(tensor)
-        self.replaced = {**self.replaced, id(spec): left}
-        return Unrestored(left, place, version)
 
     def _need_proof(self, written: list[Unrestored], call: Call, result: Any) -> None:
         """The forward wrote to what there is no copy of: only a proof shows whether that matters."""
@@ -395,9 +383,10 @@ class Region:
     def unrestored(self) -> list[Unrestored]:
         """Return what was modified since the forward began, and of what there is no copy."""
         found = self.moment.unrestored()
-        return found + self._unrestored_inputs() if self.inputs or self.reached is not None else found
+        return found + self.unrestored_inputs() if self.inputs or self.reached is not None else found
 
-    def _unrestored_inputs(self) -> list[Unrestored]:
+    def unrestored_inputs(self) -> list[Unrestored]:
+        """Return the inputs, and what modules of a large tree have, that were modified since the forward began."""
         moved = (item for item in self.inputs if item.tensor._version != item.version)
         found = [Unrestored(item.tensor, item.place, item.version) for item in moved]
         return found if self.reached is None else found + self.reached.unrestored()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import filterfalse
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain, filterfalse
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from reactivate._backends import accelerator, current_place
+from reactivate._setting import Rewound
+from reactivate._snapshot.generators import state_of_generator, ways_of
 from reactivate._snapshot.kinds import is_of_torch, package_of
+from reactivate._snapshot.moment import Moment
+from reactivate._snapshot.rewound_moment import RewoundMoment
+from reactivate._snapshot.walk import DEPTH, Walk
 from reactivate._torch.flags import FLAGS, GUARDED, FlagsGuard, ask, is_any_autocast_enabled, leave_autocast
 from reactivate._torch.modes import (
     dispatch_modes,
@@ -43,6 +48,30 @@ _AUTOCAST_TYPES = tuple(
 )
 
 
+class Held:
+    """An object, and what it held at one moment, with what it leads to but for modules.
+
+    Args:
+        item: the object.
+    """
+
+    def __init__(self, item: Any) -> None:
+        walk = Walk()
+        walk.look(item, "a mode", DEPTH)
+        walk.finish()
+        self._moment = Moment(walk.holders, walk.tensors, (), None)
+        self._generators = [(item, state_of_generator(item)) for item in walk.generators]
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Let it hold that, for as long as the context lasts."""
+        with ExitStack() as stack:
+            for generator, state in self._generators:
+                stack.enter_context(Rewound(*ways_of(generator), state))
+            stack.enter_context(RewoundMoment(self._moment))
+            yield
+
+
 class _Recomputing(threading.local):
     """The number of open contexts of autocast when a recomputation began that has the cache for itself; -1 without one."""
 
@@ -61,9 +90,10 @@ class AmbientState:
     Attributes:
         values: what `READERS` say.
         rest: modes and autocast, None without any, as mostly.
+        moments: what each mode of the user's held, if that was noted.
     """
 
-    __slots__ = ("_beside_guard", "_is_guard_held", "rest", "values")
+    __slots__ = ("_beside_guard", "_is_guard_held", "moments", "rest", "values")
 
     def __init__(self) -> None:
         # Before the values: what another thread sets in between is seen as a difference.
@@ -71,6 +101,13 @@ class AmbientState:
         self.values = list(map(ask, READERS))
         self._beside_guard = list(_beside_guard(self.values))
         self.rest = _Rest.read(self.values)
+        self.moments: Sequence[tuple[Any, Held]] = ()
+
+    def note_modes(self) -> None:
+        """Note what the modes hold: a recomputation runs under them, and they may count."""
+        if self.rest is not None:
+            modes = (*self.rest.function_modes, *self.rest.dispatch_modes)
+            self.moments = [(mode, Held(mode)) for mode in modes if not is_of_torch(type(mode))]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AmbientState) and self.values == other.values and self.rest == other.rest
@@ -90,7 +127,7 @@ class AmbientState:
         # Under autocast there is always something to do: see `_autocast`.
         if self.is_set() and (self.rest is None or self.rest.autocast is None):
             return self
-        return _as_it_was(self.values, self.rest or _NO_REST)
+        return _as_it_was(self)
 
     __enter__ = object.__hash__  # nothing is to be done, and not in Python
 
@@ -133,10 +170,16 @@ _NO_REST = _Rest((), (), None)
 
 
 @contextmanager
-def _as_it_was(values: list[Any], rest: _Rest) -> Iterator[None]:
+def _as_it_was(state: AmbientState) -> Iterator[None]:
+    values, rest = state.values, state.rest or _NO_REST
     modes, backend, place = (dispatch_modes(), function_modes()), accelerator(), values[-1]
     at_place = nullcontext() if backend is None or place is None else backend.at_place(place)
-    with AmbientState():
+    # A mode around the backward sees the recomputation as well, and keeps what it has seen.
+    around = set(map(id, chain(*modes)))
+    with ExitStack() as stack, AmbientState():
+        for mode, held in state.moments:
+            if id(mode) not in around:
+                stack.enter_context(held.rewound())
         _write_flags(values)
         with _autocast(rest.autocast, values[_NESTING]), at_place:
             replace_dispatch_modes((*filterfalse(_is_users, modes[0]), *rest.dispatch_modes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -172,6 +173,17 @@ def run_unseen(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     with without_function_modes(), _disable_current_modes():
         return function(*args)
+
+
+def beside_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does the same where no function mode of the user's sees it."""
+
+    @functools.wraps(function)
+    def beside(*args: Any, **kwargs: Any) -> Any:
+        with without_function_modes():
+            return function(*args, **kwargs)
+
+    return beside
 
 
 def copy_unseen(tensor: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ class Ambient(Guard):
         if last is not None and last.is_set():
             return last  # many regions share it
         settings = AmbientState()
+        settings.note_modes()
         if settings.rest is None or not (settings.rest.function_modes or settings.rest.dispatch_modes):
             self._last = settings  # a mode must not be held, and is compared as it likes
         return settings

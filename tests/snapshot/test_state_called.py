@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from state_programs import Programs, Wrap
+from state_programs import Programs, Wrap, leaf
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
@@ -341,3 +341,60 @@ def handler_of_logging(wrap: Wrap) -> Any:
         return trained(wrap, scaled), handler.number
     finally:
         logger.removeHandler(handler)
+
+
+# -- modes around a region --------------------------------------------------------------------------------------------
+
+
+class CountingFunctions(TorchFunctionMode):
+    """Counts the calls of a layer, scales what comes out by that, and notes what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.names = 0, []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        result = func(*args, **(kwargs or {}))
+        if func is not nn.functional.linear:
+            return result
+        self.count += 1
+        return result * (1 + self.count / 8)
+
+
+class CountingOps(TorchDispatchMode):
+    """Does the same with ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.names = 0, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:  # of a result that an op saves: see docs/limits.md
+            self.names.append(str(func))
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.addmm.default:
+            return result
+        self.count += 1
+        return result * (1 + self.count / 8)
+
+
+def _under(mode: Any, wrap: Wrap) -> Any:
+    region, found = wrap(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())), []
+    for _ in range(STEPS):
+        x = leaf(5, 4)
+        with mode:
+            out = region(x)
+        out.square().sum().backward()
+        found += [x.grad, mode.count, [*mode.names]]
+    return found
+
+
+@PROGRAMS.right
+def function_mode_that_counts(wrap: Wrap) -> Any:
+    return _under(CountingFunctions(), wrap)
+
+
+@PROGRAMS.right
+def dispatch_mode_that_counts(wrap: Wrap) -> Any:
+    return _under(CountingOps(), wrap)
