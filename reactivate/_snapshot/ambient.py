@@ -48,23 +48,27 @@ _AUTOCAST_TYPES = tuple(
 )
 
 
-class Held:
-    """An object, and what it held at one moment, with what it leads to but for modules.
+class ModeState:
+    """What a mode of the user's held at one moment, with what it leads to but for modules.
 
     Args:
-        item: the object.
+        mode: the mode.
+
+    Attributes:
+        mode: the mode.
     """
 
-    def __init__(self, item: Any) -> None:
+    def __init__(self, mode: Any) -> None:
+        self.mode = mode
         walk = Walk()
-        walk.look(item, "a mode", DEPTH)
+        walk.look(mode, "a mode", DEPTH)
         walk.finish()
         self._moment = Moment(walk.holders, walk.tensors, (), None)
-        self._generators = [(item, state_of_generator(item)) for item in walk.generators]
+        self._generators = [(generator, state_of_generator(generator)) for generator in walk.generators]
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
-        """Let it hold that, for as long as the context lasts."""
+        """Let the mode hold that, for as long as the context lasts."""
         with ExitStack() as stack:
             for generator, state in self._generators:
                 stack.enter_context(Rewound(*ways_of(generator), state))
@@ -90,10 +94,10 @@ class AmbientState:
     Attributes:
         values: what `READERS` say.
         rest: modes and autocast, None without any, as mostly.
-        moments: what each mode of the user's held, if that was noted.
+        mode_states: of the user's modes, if that was noted.
     """
 
-    __slots__ = ("_beside_guard", "_is_guard_held", "moments", "rest", "values")
+    __slots__ = ("_beside_guard", "_is_guard_held", "mode_states", "rest", "values")
 
     def __init__(self) -> None:
         # Before the values: what another thread sets in between is seen as a difference.
@@ -101,13 +105,13 @@ class AmbientState:
         self.values = list(map(ask, READERS))
         self._beside_guard = list(_beside_guard(self.values))
         self.rest = _Rest.read(self.values)
-        self.moments: Sequence[tuple[Any, Held]] = ()
+        self.mode_states: Sequence[ModeState] = ()
 
     def note_modes(self) -> None:
         """Note what the modes hold: a recomputation runs under them, and they may count."""
         if self.rest is not None:
             modes = (*self.rest.function_modes, *self.rest.dispatch_modes)
-            self.moments = [(mode, Held(mode)) for mode in modes if not is_of_torch(type(mode))]
+            self.mode_states = [ModeState(mode) for mode in modes if _is_users(mode)]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AmbientState) and self.values == other.values and self.rest == other.rest
@@ -177,9 +181,9 @@ def _as_it_was(state: AmbientState) -> Iterator[None]:
     # A mode around the backward sees the recomputation as well, and keeps what it has seen.
     around = set(map(id, chain(*modes)))
     with ExitStack() as stack, AmbientState():
-        for mode, held in state.moments:
-            if id(mode) not in around:
-                stack.enter_context(held.rewound())
+        for mode_state in state.mode_states:
+            if id(mode_state.mode) not in around:
+                stack.enter_context(mode_state.rewound())
         _write_flags(values)
         with _autocast(rest.autocast, values[_NESTING]), at_place:
             replace_dispatch_modes((*filterfalse(_is_users, modes[0]), *rest.dispatch_modes))
