@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from journal import Journal
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +27,7 @@ class Seen(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.names = Journal()  # also of those in recomputations, after which a list is as it was
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.__name__)

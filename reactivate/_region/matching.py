@@ -296,19 +296,23 @@ class Matching:
 
     def compare_ops_of(self, fn: Callable[..., Any], forward: OpLog) -> Callable[..., Any]:
         """Return `fn`, with each op compared with that of the forward (`check="every"`)."""
+        expected = forward.ops.copy()
 
         def check(ops: list[LoggedOp]) -> None:
             if self.is_complete:  # the function has caught `RecomputationComplete`, and does something else
                 return
             index = len(ops) - 1
-            if index >= len(forward.ops):
+            if index >= len(expected):
                 if self.region.is_in_forward:  # a backward inside the forward: that is as far as it got
                     return
-            elif forward.ops[index].is_like(ops[index]):
+            elif expected[index].is_like(ops[index]):
                 return
-            if self.region.proof is not None or forward.may_omit or is_watched():  # what counts is what autograd saves
+            elif forward.may_omit and (omitted := _omitted(expected[index:], ops[index])):
+                del expected[index : index + omitted]
                 return
-            raise self._refuse(errors_text.different_values(self.region, difference(forward.ops, ops)))
+            if self.region.proof is not None or is_watched():  # what counts is what autograd saves
+                return
+            raise self._refuse(errors_text.different_values(self.region, difference(expected, ops)))
 
         self.log = OpLog(check)
         return self.log.around(fn)
@@ -349,3 +353,8 @@ class Matching:
     def _refuse(self, error: ReactivateError) -> BaseException:
         self.refused = self.region.options.exception(error)
         return self.refused
+
+
+def _omitted(expected: list[LoggedOp], op: LoggedOp) -> int:
+    """Return how many of the ops that are expected are left out before one like `op`; 0 if none is like that."""
+    return next((count for count, other in enumerate(expected) if other.is_like(op)), 0)

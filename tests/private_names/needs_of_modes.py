@@ -164,6 +164,20 @@ def a_function_mode_is_pushed_and_popped() -> None:
     assert found is torch.sin
 
 
+@needs("beside_function_modes")
+def a_look_is_seen_by_no_function_mode() -> None:
+    with FunctionMode():
+        assert room.is_function_mode_active()
+        assert room.beside_function_modes(lambda item, other: (item, other, room.is_function_mode_active()))(
+            1, other=2
+        ) == (
+            1,
+            2,
+            False,
+        )
+        assert room.is_function_mode_active()
+
+
 @needs("run_unseen")
 def a_write_is_seen_by_nobody() -> None:
     seen: list[str] = []
