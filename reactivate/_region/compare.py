@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from reactivate._passes.check import NOTHING, OUTPUTS, Check
 from reactivate._passes.uninitialised import Filled
 from reactivate._region import errors_text
+from reactivate._region.accounts import is_shortage
 from reactivate._saved_calls.saved_call import SETTLING_CODE
 from reactivate._torch.modules import is_distributed_run
 from reactivate.errors import ReactivateError
@@ -51,10 +52,10 @@ def compare(region: Region, again: Callable[[], Any]) -> None:
                 unwritten = _unwritten(second, others, given)
         except Exception as error:
             # The function does something else where its ops are watched, or contexts of the user's are for one pass.
+            if is_shortage(error) or (number is not None and isinstance(error, ReactivateError)):
+                raise
             if number is None:
                 return
-            if isinstance(error, ReactivateError):
-                raise
             second = None
         number = forward.difference(first, unwritten, given)
         is_deterministic = second is not None and first.difference(second, unwritten, given) is None
