@@ -49,7 +49,7 @@ _AUTOCAST_TYPES = tuple(
 
 
 class ModeState:
-    """What a mode of the user's held at one moment, with what it leads to but for modules.
+    """The contents of a mode of the user's at one moment, with what it leads to but for modules.
 
     Args:
         mode: the mode.

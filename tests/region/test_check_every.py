@@ -64,7 +64,7 @@ def test_program(program: Any) -> None:
 
 
 def test_what_comes_after_a_question_for_recomputations_may_be_left_out() -> None:
-    """What autograd saves is compared all the same."""
+    """Ops that it does not leave out are compared all the same."""
     linear, means, factors = nn.Linear(4, 4), Journal(), Journal()
 
     def fn(x: Tensor) -> Tensor:
