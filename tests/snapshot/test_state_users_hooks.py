@@ -84,8 +84,7 @@ WRAPS: dict[str, Wrap] = {
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.parametrize("changes", [True, False])
-@each("kind", [Evaluated, Scaled])
+@each(("kind", "changes"), [(Evaluated, True), (Evaluated, False), (Scaled, True), (Scaled, False)])
 def test_state_that_changes_after_the_forward(kind: type[Any], changes: bool, pack: str, wrap: str) -> None:
     chosen = WRAPS[wrap]
     plain = trained(kind, PACKS[pack], lambda module: chosen_plainly(module, wrap), changes)
