@@ -45,7 +45,7 @@ from reactivate._torch.autograd import (
     set_grad_enabled,
 )
 from reactivate._torch.dynamo import leave_to_eager
-from reactivate._torch.modes import beside_function_modes, is_batched, is_function_mode_active, unbatched
+from reactivate._torch.modes import is_batched, is_function_mode_active, run_beside_function_modes, unbatched
 from reactivate._types import Unrestored
 from reactivate._xla.recomputation import FencedRecomputation
 from reactivate.errors import ReactivateError
@@ -240,10 +240,10 @@ class _BesideFunctionModes:
         self._context = context
 
     def __enter__(self) -> None:
-        beside_function_modes(self._context.__enter__)()
+        run_beside_function_modes(self._context.__enter__)
 
     def __exit__(self, *error: object) -> None:
-        beside_function_modes(self._context.__exit__)(*error)
+        run_beside_function_modes(self._context.__exit__, *error)
 
 
 def _memory_read_by(region: Region, memo: Memo) -> frozenset[int] | None:

@@ -71,7 +71,13 @@ from reactivate._torch.dynamo import (
     leave_to_eager,
     prefer_version_used_last,
 )
-from reactivate._torch.modes import beside_function_modes, current_transform, is_function_mode_active, run_unseen
+from reactivate._torch.modes import (
+    current_transform,
+    is_function_mode_active,
+    run_beside_function_modes,
+    run_unseen,
+    without_function_modes,
+)
 from reactivate._types import DEVICE, Unrestored
 from reactivate._xla.exits import through_exit
 from reactivate._xla.fence import fences
@@ -170,7 +176,7 @@ class Region:
         make: Any = functools.partial(keeping_for, self, Call) if observers else Call
         note: Any = Moment
         if is_function_mode_active():  # its looks at tensors are none of the user's ops
-            make, note = beside_function_modes(make), beside_function_modes(note)
+            make, note = (functools.partial(run_beside_function_modes, look) for look in (make, note))
         call = self.call = make(fn, args, kwargs, store=store, for_region=True)
         if call.scripts and is_being_watched(call.scripts):
             return functools.partial(call_watched, scripts=call.scripts)
@@ -244,7 +250,8 @@ class Region:
         if frame is None:
             frame = _getframe(1)
         if is_function_mode_active():
-            return beside_function_modes(self.pack)(tensor, frame)  # type: ignore[no-any-return]
+            with without_function_modes():
+                return self.pack(tensor, frame)
         if watches:  # in the recomputation of a region around this one
             refuse_stale(tensor)
         code, saved = frame.f_code, self.saved
@@ -306,8 +313,10 @@ class Region:
             self.is_in_forward, self.tokens = False, []
         call: Any = self.call
         self.call = None
-        find: Any = beside_function_modes(find_written) if is_function_mode_active() else find_written
-        written = find(self, call)
+        if is_function_mode_active():
+            written = run_beside_function_modes(find_written, self, call)
+        else:
+            written = find_written(self, call)
         if self.places is not None:
             remember(owner_of(self.fn), self.places)
         if self.check is not None:

@@ -20,13 +20,7 @@ from reactivate._snapshot.module_access import sees_all
 from reactivate._snapshot.shadows import is_state
 from reactivate._snapshot.trees import Tree, large_roots, tree_under, unseen_writers
 from reactivate._snapshot.walk import DEPTH, DEPTH_OF_ARGUMENTS, Walk
-from reactivate._torch.autograd import (
-    has_graph,
-    innermost_pack_hook,
-    is_of_a_region,
-    is_of_checkpointing,
-    save_tensor,
-)
+from reactivate._torch.autograd import has_graph, innermost_pack_hook, is_of_a_region, is_of_checkpointing, save_tensor
 
 Store = Callable[[Tensor, str], Any]
 """Hands a tensor that an op has computed, at a place, to the storage for inputs; None if the tensor stays where it is."""

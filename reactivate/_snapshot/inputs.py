@@ -7,7 +7,7 @@ it (Rules 7, 9) and autograd checks its version. What has a class here is made a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from inspect import GEN_CLOSED, GEN_CREATED, getgeneratorstate
 from types import GeneratorType
 from typing import Any, NamedTuple
@@ -74,10 +74,10 @@ class InputSpec:
 
 
 class SavedInput(InputSpec):
-    """A tensor under saved-tensor hooks: what these give.
+    """A tensor under saved-tensor hooks: the original, as long as it lives unmodified, or what the hooks give.
 
-    It is the original, as long as that lives unmodified, if no hooks are the user's, who may take its memory away once they
-    have packed it, and counts what they unpack. Parameters stay what they are: code asks for their class.
+    Hooks of the user's always give it, as an offloader may use the memory of what it has packed for something else, and
+    count what it unpacks. Only a parameter stays the original, since code asks for its class.
 
     What hooks give back in other memory counts its own versions: it may have been written to when it was read from a file.
 
@@ -93,15 +93,14 @@ class SavedInput(InputSpec):
 
     def __init__(self, tensor: Tensor, *, is_users: bool) -> None:
         self.saved = save_tensor(tensor, False)
-        self._original: Callable[[], Tensor | None]
-        self._original = _nothing if is_users and not isinstance(tensor, Parameter) else ref(tensor)
+        self._original = None if is_users and not isinstance(tensor, Parameter) else ref(tensor)
         self._version = tensor._version
         self._attributes = dict(vars(tensor))
         # A weak reference of Python: on torch 2.9 one of C++ keeps the storage's object, and the planner sees no end of it.
         self._memory = None if memory_of(tensor) is None else ref(tensor.untyped_storage())
 
     def rebuild(self, memo: Memo) -> Tensor:
-        original = self._original()
+        original = None if self._original is None else self._original()
         if original is not None and original._version == self._version:
             return original
         tensor: Tensor = self.saved.unpack()
@@ -115,10 +114,6 @@ class SavedInput(InputSpec):
         if self._memory is None:
             return False
         return memory_of(tensor) is None or self._memory() is not tensor.untyped_storage()
-
-
-def _nothing() -> None:
-    """Return what there is of a tensor that has gone."""
 
 
 def _uncounted(tensor: Tensor) -> Tensor:

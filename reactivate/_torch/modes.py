@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -175,15 +174,10 @@ def run_unseen(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-def beside_function_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does the same where no function mode of the user's sees it."""
-
-    @functools.wraps(function)
-    def beside(*args: Any, **kwargs: Any) -> Any:
-        with without_function_modes():
-            return function(*args, **kwargs)
-
-    return beside
+def run_beside_function_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, which no function mode of the user's notices."""
+    with without_function_modes():
+        return function(*args, **kwargs)
 
 
 def copy_unseen(tensor: Tensor) -> Tensor:

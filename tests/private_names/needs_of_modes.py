@@ -164,17 +164,13 @@ def a_function_mode_is_pushed_and_popped() -> None:
     assert found is torch.sin
 
 
-@needs("beside_function_modes")
+@needs("run_beside_function_modes")
 def a_look_is_seen_by_no_function_mode() -> None:
     with FunctionMode():
-        assert room.is_function_mode_active()
-        assert room.beside_function_modes(lambda item, other: (item, other, room.is_function_mode_active()))(
-            1, other=2
-        ) == (
-            1,
-            2,
-            False,
+        seen = room.run_beside_function_modes(
+            lambda one, other: (one, other, room.is_function_mode_active()), 1, other=2
         )
+        assert seen == (1, 2, False)
         assert room.is_function_mode_active()
 
 
