@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -83,8 +84,7 @@ WRAPS: dict[str, Wrap] = {
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("pack", PACKS)
-@each(("kind", "changes"), [(Evaluated, True), (Evaluated, False), (Scaled, True), (Scaled, False)])
+@each(("kind", "changes", "pack"), itertools.product([Evaluated, Scaled], [True, False], PACKS))
 def test_state_that_changes_after_the_forward(kind: type[Any], changes: bool, pack: str, wrap: str) -> None:
     chosen = WRAPS[wrap]
     plain = trained(kind, PACKS[pack], lambda module: chosen_plainly(module, wrap), changes)
